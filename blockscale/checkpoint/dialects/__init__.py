@@ -1,0 +1,1 @@
+"""Foreign names, directions and config files. Nothing outside this package knows them."""

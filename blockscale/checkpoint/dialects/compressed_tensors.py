@@ -1,0 +1,217 @@
+"""compressed-tensors: what llm-compressor writes, and vLLM, SGLang, TensorRT-LLM and transformers read.
+
+| role | stored as |
+|---|---|
+| packed | `X.weight_packed` (4 bits) or `X.weight` (FP8) |
+| block_scale | `X.weight_scale` |
+| global_scale | `X.weight_global_scale` [1], the divisor 1 / multiplier |
+| input_global_scale | `X.input_global_scale` [1], the divisor; FP8: `X.input_scale` [1], the multiplier |
+| key, value scales | `...self_attn.k_scale`, `...self_attn.v_scale` [1] |
+
+Source: compressed-tensors 0.20.1, llm-compressor 0.14.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, check_roles
+from blockscale.checkpoint.folder import Folder
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
+from blockscale.errors import CheckpointError
+from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, Format, Granularity
+
+VERSION = "0.20.1"
+
+_WEIGHTS: dict[tuple[int, str], Format] = {
+    (4, "tensor_group"): NVFP4,
+    (4, "group"): MXFP4,
+    (8, "tensor"): FP8,
+    (8, "channel"): FP8_CHANNEL,
+}
+_ACTIVATIONS: dict[tuple[int, str], Format] = {
+    (4, "tensor_group"): NVFP4,
+    (4, "group"): MXFP4,
+    (8, "tensor"): FP8,
+    (8, "token"): FP8_TOKEN,
+}
+_STRATEGY = {NVFP4: "tensor_group", MXFP4: "group", FP8: "tensor", FP8_CHANNEL: "channel", FP8_TOKEN: "token"}
+_CONTAINER = {
+    NVFP4: "nvfp4-pack-quantized",
+    MXFP4: "mxfp4-pack-quantized",
+    FP8: "float-quantized",
+    FP8_CHANNEL: "float-quantized",
+}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_model(folder: Folder) -> StoredModel:
+    """The quantized linears of a compressed-tensors folder. CheckpointError where config and tensors disagree."""
+    config = folder.config["quantization_config"]
+    groups = [(group.get("targets") or [], _group_scheme(group)) for group in config["config_groups"].values()]
+    linears = {}
+    for name in folder.tensors:
+        if not name.endswith(".weight_scale"):
+            continue
+        module = name.removesuffix(".weight_scale")
+        scheme = _match(module, groups)
+        if scheme is None:
+            raise CheckpointError(f"{module} has scales, but no config group targets it")
+        linears[module] = check_roles(_stored_linear(folder, module, scheme))
+    if not linears:
+        raise CheckpointError(f"{folder.path}: config names {len(groups)} groups, but no tensor has scales")
+    kv_format = "fp8" if config.get("kv_cache_scheme") else None
+    return StoredModel("compressed-tensors", linears, _kv_tensors(folder), kv_format)
+
+
+def _group_scheme(group: Mapping[str, Any]) -> Scheme:
+    weights, activations = group["weights"], group.get("input_activations")
+    weight = _WEIGHTS.get((weights["num_bits"], weights["strategy"]))
+    activation = _ACTIVATIONS.get((activations["num_bits"], activations["strategy"])) if activations else None
+    is_known = weights["type"] == "float" and weight is not None and (activation is not None or not activations)
+    if not is_known or weight is None:
+        what = {"weights": weights, "input_activations": activations}
+        raise CheckpointError(f"a config group is not read: {json.dumps(what)}", hint="known: NVFP4, MXFP4, FP8")
+    if weight.block_size and weights.get("group_size") != weight.block_size:
+        raise CheckpointError(f"{weight.name} with group_size {weights.get('group_size')} is not read")
+    return Scheme(weight, activation)
+
+
+def _match(module: str, groups: Sequence[tuple[Sequence[str], Scheme]]) -> Scheme | None:
+    """Exact names first, then `re:` patterns (anchored at the start), then class names, which fit any linear."""
+
+    def rank(target: str) -> int | None:
+        if target == module:
+            return 0
+        if target.startswith("re:"):
+            return 1 if re.match(target[3:], module) else None
+        return 2 if "." not in target and target[:1].isupper() else None
+
+    found = [(r, scheme) for targets, scheme in groups for t in targets if (r := rank(t)) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _stored_linear(folder: Folder, module: str, scheme: Scheme) -> StoredLinear:
+    names = {
+        "packed": "weight_packed" if scheme.weight.element.bits == 4 else "weight",
+        "block_scale": "weight_scale",
+        "global_scale": "weight_global_scale",
+        "input_global_scale": "input_global_scale" if scheme.activation is NVFP4 else "input_scale",
+    }
+    tensors = {
+        role: folder.tensors[f"{module}.{name}"] for role, name in names.items() if f"{module}.{name}" in folder.tensors
+    }
+    return StoredLinear(module, scheme, tensors, has_divisors=scheme.weight.has_global_scale)
+
+
+def _kv_tensors(folder: Folder) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    found = {}
+    for name, info in folder.tensors.items():
+        if name.endswith(".k_scale"):
+            attention = name.removesuffix(".k_scale")
+            if f"{attention}.v_scale" not in folder.tensors:
+                raise CheckpointError(f"{attention}: a key scale without a value scale")
+            found[attention] = (info, folder.tensors[f"{attention}.v_scale"])
+    return found
+
+
+# ---------------------------------------------------------------- writing
+
+
+def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
+    """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
+    weight, scheme = linear.weight, linear.scheme
+    if weight.format not in _CONTAINER or (scheme.activation and scheme.activation not in _STRATEGY):
+        raise CheckpointError(f"{name}: compressed-tensors cannot hold {scheme.name}", hint="use --dialect modelopt")
+    if len(weight.shape) != 2 or linear.pre_quant_scale is not None:
+        what = "a pre_quant_scale" if linear.pre_quant_scale is not None else f"a stack {list(weight.shape)}"
+        raise CheckpointError(f"{name}: compressed-tensors cannot hold {what}", hint="use --dialect modelopt")
+    is_tensor = weight.format.granularity is Granularity.TENSOR
+    stored = {
+        "weight_packed" if weight.format.element.bits == 4 else "weight": weight.packed,
+        "weight_scale": weight.block_scale.reshape(1) if is_tensor else weight.block_scale,
+    }
+    if weight.global_scale is not None:
+        stored["weight_global_scale"] = weight.global_scale.reciprocal().reshape(1)
+    if linear.input_global_scale is not None:
+        scale = linear.input_global_scale.reshape(1)
+        is_divisor = scheme.activation is NVFP4
+        stored["input_global_scale" if is_divisor else "input_scale"] = scale.reciprocal() if is_divisor else scale
+    return {f"{name}.{key}": tensor for key, tensor in stored.items()}
+
+
+def kv_to_tensors(attention: str, scales: KVScales) -> dict[str, Tensor]:
+    return {f"{attention}.k_scale": scales.key.reshape(1), f"{attention}.v_scale": scales.value.reshape(1)}
+
+
+def config_files(
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme],
+    kept: Sequence[str],
+    kv_format: str | None,
+    has_pre_quant_scale: bool = False,
+) -> dict[str, str]:
+    """config.json. `schemes`: by linear; `kept`: modules left in 16 bits; a trailing `*` covers all below."""
+    if kv_format not in (None, "fp8"):
+        raise CheckpointError(f"compressed-tensors has no {kv_format} KV cache", hint="use --dialect modelopt")
+    by_scheme: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(module)
+    is_mixed = len(by_scheme) > 1
+    groups = {
+        f"group_{i}": {
+            "format": _CONTAINER[scheme.weight],
+            "targets": modules if is_mixed else ["Linear"],
+            "weights": _arguments(scheme.weight, dynamic=False),
+            "input_activations": _activation_arguments(scheme),
+            "output_activations": None,
+        }
+        for i, (scheme, modules) in enumerate(by_scheme.items())
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if is_mixed else groups["group_0"]["format"],
+        "quantization_status": "compressed",
+        "version": VERSION,
+        "config_groups": groups,
+        "ignore": [_ignore(pattern) for pattern in kept],
+        "kv_cache_scheme": _arguments(FP8, dynamic=False) if kv_format else None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "global_compression_ratio": None,
+    }
+    return {"config.json": json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"}
+
+
+def _ignore(pattern: str) -> str:
+    return "re:" + re.escape(pattern[:-1]) + ".*" if pattern.endswith("*") else pattern
+
+
+def _activation_arguments(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme.activation is None:
+        return None
+    # "local": block scales follow the values at run time, the global scale is fixed
+    return _arguments(scheme.activation, dynamic="local" if scheme.activation is NVFP4 else scheme.activation is not FP8)
+
+
+def _arguments(fmt: Format, dynamic: bool | str) -> dict[str, Any]:
+    return {
+        "num_bits": fmt.element.bits,
+        "type": "float",
+        "strategy": _STRATEGY[fmt],
+        "group_size": fmt.block_size or None,
+        "symmetric": True,
+        "dynamic": dynamic,
+        "scale_dtype": {NVFP4: "torch.float8_e4m3fn", MXFP4: "torch.uint8"}.get(fmt),
+        "zp_dtype": None,
+        "actorder": None,
+        "block_structure": None,
+        "observer": None if dynamic is True else "memoryless_minmax",
+        "observer_kwargs": {},
+    }

@@ -1,0 +1,241 @@
+"""Model Optimizer's Hugging Face export ("modelopt"): what vLLM, SGLang and TensorRT-LLM call ModelOpt checkpoints.
+
+| role | stored as |
+|---|---|
+| packed | `X.weight` |
+| block_scale | `X.weight_scale` (per-channel FP8: [N]; MXFP4: uint8) |
+| global_scale | `X.weight_scale_2`, the multiplier |
+| input_global_scale | `X.input_scale`, the multiplier |
+| pre_quant_scale | `X.pre_quant_scale` |
+| key, value scales | `...k_proj.k_scale`, `...v_proj.v_scale` |
+
+A 3-D stack of experts keeps the model's own orientation [E, K, N], and its scales are `X_weight_scale` and so on.
+Source: nvidia-modelopt 0.47.0, torch/export.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, check_roles
+from blockscale.checkpoint.folder import Folder, read_json
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.linear import (
+    MXFP4_W4A4,
+    MXFP4_W4A16,
+    W4A4,
+    W4A8,
+    W4A16,
+    W8A8,
+    W8A8_DYNAMIC,
+    KVScales,
+    QuantizedLinear,
+    Scheme,
+)
+from blockscale.errors import CheckpointError
+from blockscale.formats.spec import Granularity
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+ALGORITHMS: dict[str, Scheme] = {
+    "NVFP4": W4A4,
+    "NVFP4_AWQ": W4A4,
+    "W4A16_NVFP4": W4A16,
+    "W4A8_NVFP4_FP8": W4A8,
+    "FP8": W8A8,
+    "FP8_PER_CHANNEL_PER_TOKEN": W8A8_DYNAMIC,
+    "mxfp4": MXFP4_W4A4,
+    "W4A16_MXFP4": MXFP4_W4A16,
+}
+_SUFFIXES = {
+    "packed": "weight",
+    "block_scale": "weight_scale",
+    "global_scale": "weight_scale_2",
+    "input_global_scale": "input_scale",
+    "pre_quant_scale": "pre_quant_scale",
+}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_model(folder: Folder) -> StoredModel:
+    """The quantized linears of a Model Optimizer folder. CheckpointError where config and tensors disagree."""
+    quantization = _quantization(folder)
+    algorithm = quantization.get("quant_algo")
+    layers = quantization.get("quantized_layers") or {}
+    weight_only = _is_weight_only(folder.config.get("quantization_config") or {})
+    linears = {}
+    for name, info in folder.tensors.items():
+        if name.endswith(".weight_scale"):
+            module, separator = name.removesuffix(".weight_scale"), "."
+        elif name.endswith("_weight_scale"):
+            module, separator = name.removesuffix("_weight_scale"), "_"
+        else:
+            continue
+        own = _layer_algorithm(module, layers) if algorithm == "MIXED_PRECISION" else algorithm
+        if own not in ALGORITHMS:
+            known = ", ".join([*ALGORITHMS, "MIXED_PRECISION"])
+            raise CheckpointError(f"{module}: quant_algo {own!r} is not read", hint=f"known: {known}")
+        scheme = W4A16 if own == "NVFP4" and weight_only else ALGORITHMS[own]
+        linears[module] = check_roles(_stored_linear(folder, module, separator, scheme, info))
+    if not linears:
+        raise CheckpointError(f"{folder.path}: quant_algo {algorithm}, but no tensor has scales")
+    return StoredModel("modelopt", linears, _kv_tensors(folder), _kv_format(quantization))
+
+
+def _quantization(folder: Folder) -> dict[str, Any]:
+    """Both shapes: flat in config.json, nested under `quantization` in hf_quant_config.json."""
+    config = folder.config.get("quantization_config") or {}
+    if "quant_algo" not in config and (folder.path / HF_QUANT_CONFIG).is_file():
+        config = read_json(folder.path / HF_QUANT_CONFIG)
+    return dict(config.get("quantization", config))
+
+
+def _is_weight_only(config: Mapping[str, Any]) -> bool:
+    groups = (config.get("config_groups") or {}).values()
+    return bool(groups) and not any(group.get("input_activations") for group in groups)
+
+
+def _layer_algorithm(module: str, layers: Mapping[str, Any]) -> str | None:
+    """Exact name first, then the longest entry that the module lies under (experts are one entry)."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        entry = layers.get(".".join(parts[:end]))
+        if entry is not None:
+            return str(entry["quant_algo"])
+    return None
+
+
+def _stored_linear(folder: Folder, module: str, separator: str, scheme: Scheme, scale: TensorInfo) -> StoredLinear:
+    is_stack = separator == "_"
+    names = {role: f"{module}{separator}{suffix}" for role, suffix in _SUFFIXES.items()}
+    if is_stack:
+        names["packed"] = module
+    tensors = {role: folder.tensors[name] for role, name in names.items() if name in folder.tensors}
+    return StoredLinear(module, scheme, tensors, is_transposed=is_stack)
+
+
+def _kv_tensors(folder: Folder) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    found = {}
+    for name, info in folder.tensors.items():
+        if name.endswith(".k_proj.k_scale"):
+            attention = name.removesuffix(".k_proj.k_scale")
+            value = folder.tensors.get(f"{attention}.v_proj.v_scale")
+            if value is None:
+                raise CheckpointError(f"{attention}: a key scale without a value scale")
+            found[attention] = (info, value)
+    return found
+
+
+def _kv_format(quantization: Mapping[str, Any]) -> str | None:
+    algorithm = quantization.get("kv_cache_quant_algo")
+    if algorithm is None:  # config.json says it in another way
+        scheme = quantization.get("kv_cache_scheme")
+        algorithm = scheme if isinstance(scheme, str) else ("FP8" if scheme else None)
+    return algorithm.lower() if algorithm else None
+
+
+# ---------------------------------------------------------------- writing
+
+
+def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
+    """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
+    weight = linear.weight
+    packed, block_scale = weight.packed, weight.block_scale
+    is_stack = len(weight.shape) == 3
+    if is_stack:
+        packed, block_scale = packed.transpose(-1, -2).contiguous(), block_scale.transpose(-1, -2).contiguous()
+    elif weight.format.granularity is Granularity.CHANNEL:
+        block_scale = block_scale.reshape(-1)
+    roles = {
+        "packed": packed,
+        "block_scale": block_scale,
+        "global_scale": weight.global_scale,
+        "input_global_scale": linear.input_global_scale,
+        "pre_quant_scale": linear.pre_quant_scale,
+    }
+    separator = "_" if is_stack else "."
+    names = {role: f"{name}{separator}{suffix}" for role, suffix in _SUFFIXES.items()}
+    if is_stack:
+        names["packed"] = name
+    return {names[role]: tensor for role, tensor in roles.items() if tensor is not None}
+
+
+def kv_to_tensors(attention: str, scales: KVScales) -> dict[str, Tensor]:
+    return {f"{attention}.k_proj.k_scale": scales.key, f"{attention}.v_proj.v_scale": scales.value}
+
+
+def config_files(
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme],
+    kept: Sequence[str],
+    kv_format: str | None,
+    has_pre_quant_scale: bool = False,
+) -> dict[str, str]:
+    """config.json and hf_quant_config.json. `schemes`: by linear; `kept`: modules left in 16 bits, wildcards allowed."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(module)
+    if len(by_scheme) == 1:
+        scheme = next(iter(by_scheme))
+        details: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale)}
+        groups = {"group_0": {**_group(scheme), "targets": ["Linear"]}}
+        excluded = {"group_size": scheme.weight.block_size or None, "exclude_modules": list(kept)}
+        ignore = list(kept)
+    else:
+        details = {"quant_algo": "MIXED_PRECISION", "quantized_layers": _layer_entries(schemes)}
+        groups = {f"group_{i}": {**_group(s), "targets": m} for i, (s, m) in enumerate(by_scheme.items())}
+        excluded, ignore = {}, []
+    nested = {**details, "kv_cache_quant_algo": kv_format.upper() if kv_format else None, **excluded}
+    flat: dict[str, Any] = {"config_groups": groups, "ignore": ignore, **details}
+    if kv_format == "fp8":
+        flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    elif kv_format:
+        flat["kv_cache_scheme"] = kv_format.upper()
+    flat |= {"producer": PRODUCER, "quant_method": "modelopt"}
+    return {
+        "config.json": json.dumps({**config, "quantization_config": flat}, indent=2) + "\n",
+        HF_QUANT_CONFIG: json.dumps({"producer": PRODUCER, "quantization": nested}, indent=2) + "\n",
+    }
+
+
+def _algorithm(scheme: Scheme, has_pre_quant_scale: bool) -> str:
+    if scheme == W4A4 and has_pre_quant_scale:
+        return "NVFP4_AWQ"
+    for name, known in ALGORITHMS.items():
+        if known == scheme:
+            return name
+    raise CheckpointError(
+        f"the modelopt dialect has no name for {scheme.name}", hint="write it with --dialect compressed-tensors"
+    )
+
+
+def _layer_entries(schemes: Mapping[str, Scheme]) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for module, scheme in schemes.items():
+        entry: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale=False)}
+        if scheme.weight.block_size:
+            entry["group_size"] = scheme.weight.block_size
+        # loaders look experts up by the module that holds them all
+        head, found, _ = module.partition(".experts.")
+        entries[head + ".experts" if found else module] = entry
+    return entries
+
+
+def _group(scheme: Scheme) -> dict[str, Any]:
+    group = {"weights": _arguments(scheme.weight.element.bits, scheme.weight.block_size)}
+    if scheme.activation is not None:
+        is_dynamic = not scheme.needs_input_scale
+        activation = scheme.activation
+        arguments = {**_arguments(activation.element.bits, activation.block_size), "dynamic": is_dynamic}
+        group = {"input_activations": arguments, **group}
+    return group
+
+
+def _arguments(bits: int, block_size: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"dynamic": False, "num_bits": bits, "type": "float"}
+    return {**arguments, "group_size": block_size} if block_size else arguments

@@ -1,0 +1,153 @@
+"""A model to quantize, seen as 16-bit tensors, whatever its weights are stored in.
+
+Plain bf16, fp16 and fp32 tensors are themselves. FP8-block weights (DeepSeek, Qwen3: `weight` float8 with
+`weight_scale_inv` per 128x128 tile) and MXFP4 experts (gpt-oss: `_blocks`, `_scales`) appear as the bf16 tensors
+that they stand for. Each stored tensor belongs to exactly one tensor of the view.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockscale.checkpoint.folder import Folder, open_folder
+from blockscale.checkpoint.header import TensorInfo, read_tensor
+from blockscale.errors import CheckpointError
+from blockscale.formats import fp8, mx
+from blockscale.formats.packing import unpack_nibbles
+from blockscale.formats.spec import E2M1, FP8_BLOCK128
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the 16-bit view. `stored`: what it is made of; one plain entry can be copied byte for byte."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stored: tuple[TensorInfo, ...]
+    decode: Callable[..., Tensor] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.decode is None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def read(self) -> Tensor:
+        parts = [read_tensor(info) for info in self.stored]
+        return parts[0] if self.decode is None else self.decode(*parts)
+
+
+@dataclass(frozen=True)
+class Source:
+    """`config` is the model's config without the source's own quantization."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor]
+    companions: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.tensors.values())
+
+
+def open_source(path: Path) -> Source:
+    """Reads headers only. CheckpointError for a source that is already quantized in a way this cannot undo."""
+    return view_as_16bit(open_folder(path))
+
+
+def view_as_16bit(folder: Folder) -> Source:
+    """The 16-bit view of a folder whose weights are plain, FP8-block or MXFP4."""
+    quantization = folder.config.get("quantization_config") or {}
+    method = quantization.get("quant_method") or ("modelopt" if "quant_algo" in quantization else None)
+    if method is None and (folder.path / "hf_quant_config.json").is_file():
+        method = "modelopt"
+    views: dict[str | None, Callable[[Folder], dict[str, SourceTensor]]] = {
+        None: _plain,
+        "fp8": _fp8_block,
+        "mxfp4": _mxfp4,
+    }
+    if method not in views:
+        raise CheckpointError(
+            f"{folder.path} is already quantized ({method})",
+            hint="quantize from the 16-bit model, or bring this one back with `blockscale convert ... --to bf16`",
+        )
+    tensors = views[method](folder)
+    used = [info.name for t in tensors.values() for info in t.stored]
+    assert sorted(used) == sorted(folder.tensors), "a stored tensor is missing from the view"
+    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    return Source(folder.path, config, tensors, folder.companions)
+
+
+def _as_itself(info: TensorInfo) -> SourceTensor:
+    return SourceTensor(info.name, info.dtype, info.shape, (info,))
+
+
+def _plain(folder: Folder) -> dict[str, SourceTensor]:
+    for info in folder.tensors.values():
+        if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise CheckpointError(
+                f"{folder.path}: '{info.name}' is {info.dtype}, but config.json names no quantization",
+                hint="without its scales' meaning it cannot be read; restore quantization_config in config.json",
+            )
+    return {name: _as_itself(info) for name, info in folder.tensors.items()}
+
+
+def _decode_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
+    return fp8.decode_values(weight, scale, FP8_BLOCK128).to(torch.bfloat16)
+
+
+def _fp8_block(folder: Folder) -> dict[str, SourceTensor]:
+    block = folder.config["quantization_config"].get("weight_block_size")
+    if block != [128, 128]:
+        raise CheckpointError(f"{folder.path}: FP8 weights with weight_block_size {block}; only [128, 128] is read")
+    tensors = {}
+    for name, info in folder.tensors.items():
+        if name.endswith("_scale_inv"):
+            if name.removesuffix("_scale_inv") not in folder.tensors:
+                raise CheckpointError(f"{folder.path}: '{name}' is a scale without a weight")
+        elif info.dtype == torch.float8_e4m3fn:
+            scale = folder.tensors.get(f"{name}_scale_inv")
+            if scale is None:
+                raise CheckpointError(f"{folder.path}: FP8 weight '{name}' has no {name}_scale_inv")
+            tiles = tuple(-(-n // 128) for n in info.shape)
+            if scale.shape != tiles:
+                raise CheckpointError(f"{folder.path}: '{scale.name}' is {list(scale.shape)}, expected {list(tiles)}")
+            tensors[name] = SourceTensor(name, torch.bfloat16, info.shape, (info, scale), _decode_fp8_block)
+        else:
+            tensors[name] = _as_itself(info)
+    return tensors
+
+
+def _decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[E, R, K/32, 16] blocks and [E, R, K/32] E8M0 -> bf16 [E, K, R], the layout of the model's parameter."""
+    values = mx.decode_codes(unpack_nibbles(blocks).flatten(-2), scales, E2M1)
+    return values.to(torch.bfloat16).transpose(-1, -2).contiguous()
+
+
+def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:
+    tensors = {}
+    for name, info in folder.tensors.items():
+        if name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            scales = folder.tensors.get(f"{stem}_scales")
+            if scales is None or scales.shape != info.shape[:-1] or len(info.shape) != 4:
+                raise CheckpointError(f"{folder.path}: '{name}' has no matching {stem}_scales")
+            experts, rows, num_blocks, half = info.shape
+            shape = (experts, num_blocks * half * 2, rows)
+            tensors[stem] = SourceTensor(stem, torch.bfloat16, shape, (info, scales), _decode_mxfp4)
+        elif name.endswith("_scales"):
+            if f"{name.removesuffix('_scales')}_blocks" not in folder.tensors:
+                raise CheckpointError(f"{folder.path}: '{name}' is a scale without blocks")
+        else:
+            tensors[name] = _as_itself(info)
+    return tensors
+
+

@@ -1,0 +1,24 @@
+"""How far a quantized tensor lies from its source."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def mse(reference: Tensor, approximation: Tensor) -> float:
+    """Mean squared error, accumulated in float64."""
+    return torch.mean((reference.double() - approximation.double()) ** 2).item()
+
+
+def relative_mse(reference: Tensor, approximation: Tensor) -> float:
+    """sum((x - y)^2) / sum(x^2), in float64; 0 for a zero tensor kept exactly, inf for one that was not."""
+    error = torch.sum((reference.double() - approximation.double()) ** 2).item()
+    power = torch.sum(reference.double() ** 2).item()
+    return error / power if power else (0.0 if error == 0 else math.inf)
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise ratio in dB: -10 log10 of the relative MSE; inf for an exact copy."""
+    ratio = relative_mse(reference, approximation)
+    return -10 * math.log10(ratio) if ratio else math.inf
