@@ -1,7 +1,8 @@
 """One quantized linear layer in memory: one name and one direction for every scale, whatever dialect it came from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, NVFP4_BLOCK32, Format
@@ -46,6 +47,17 @@ class QuantizedLinear:
     weight: QuantizedTensor
     input_global_scale: Tensor | None = None
     pre_quant_scale: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> "QuantizedLinear":
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            weight=self.weight.to(device),
+            input_global_scale=move(self.input_global_scale),
+            pre_quant_scale=move(self.pre_quant_scale),
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,8 +165,13 @@ class OutputFolder:
             self._journal.flush()
         self.done[unit] = record
 
-    def finish(self, files: Mapping[str, str], companions: Sequence[Path] = ()) -> None:
-        """Writes index and side files, checks the shards as a reader would see them, and renames the folder."""
+    def finish(
+        self,
+        files: Mapping[str, str],
+        companions: Sequence[Path] = (),
+        check: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        """Writes index and side files, lets `check` look at the folder as a reader would, and renames it."""
         weight_map, total = {}, 0
         for shard in self._shards:
             written = read_header(self._checkpoint / shard.name)
@@ -181,6 +186,8 @@ class OutputFolder:
                 shutil.copyfile(path, self._checkpoint / path.name)
             for name, text in files.items():
                 (self._checkpoint / name).write_text(text, encoding="utf-8")
+        check(self._checkpoint)
+        with disk_errors(self.out):
             os.replace(self._checkpoint, self.out)
             shutil.rmtree(self.work, ignore_errors=True)
 

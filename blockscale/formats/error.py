@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from blockscale.formats.minifloat import round_magnitude
+from blockscale.formats.spec import E2M1
+
 
 def mse(reference: Tensor, approximation: Tensor) -> float:
     """Mean squared error, accumulated in float64."""
@@ -22,3 +25,10 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     """Signal to quantization noise ratio in dB: -10 log10 of the relative MSE; inf for an exact copy."""
     ratio = relative_mse(reference, approximation)
     return -10 * math.log10(ratio) if ratio else math.inf
+
+
+def block_squared_error(magnitude: Tensor, step: Tensor) -> Tensor:
+    """Sum of squared E2M1 rounding errors a block: magnitudes fp32 [..., B, n], grid steps [..., B] -> [..., B]."""
+    step = step.unsqueeze(-1)
+    error = round_magnitude(magnitude / step, E2M1).mul_(step).sub_(magnitude)
+    return error.square_().sum(-1)

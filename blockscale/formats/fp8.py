@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blockscale.errors import FormatError
-from blockscale.formats.spec import E4M3, E5M2, Format, Granularity
+from blockscale.formats.spec import E4M3, E5M2, Format, Granularity, Integer, Minifloat
 
-DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+DTYPES: dict[Minifloat | Integer, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
 def tile_amax(x: Tensor, size: int) -> Tensor:
@@ -49,6 +49,7 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], fmt: Format
 
 def encode_values(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """float8 tensor of x's shape."""
+    assert isinstance(fmt.element, Minifloat)
     limit = fmt.element.max
     quotient = x.float() / expand_scale(scale, x.shape, fmt)
     return quotient.clamp_(-limit, limit).to(DTYPES[fmt.element])

@@ -32,24 +32,16 @@ class ScaleRule(Enum):
     FIT = "fit"
 
 
-def _floor_log2(x: Tensor) -> Tensor:
-    """int32 floor(log2 x) of positive fp32, subnormals included; -150 for zero."""
-    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [.5, 1)
-    return torch.where(mantissa == 0, torch.full_like(exponent, -149), exponent) - 1
-
-
 def scale_from_amax(amax: Tensor, element: Minifloat, rule: ScaleRule = ScaleRule.EVEN) -> Tensor:
     """uint8 E8M0 codes, the shape of `amax`. Exponents are clamped to 2^-127..2^127; a zero block gets the smallest."""
     amax = amax.float()
+    # Mantissas in [.5, 1) are compared instead of dividing, which would round where the quotient is subnormal.
+    mantissa, exponent = torch.frexp(amax)
+    exponent = torch.where(amax == 0, -149, exponent) - (element.max_exponent + 1)
     if rule is ScaleRule.FIT:
-        quotient = amax / element.max
-        exponent = _floor_log2(quotient)
-        exponent += torch.ldexp(torch.ones_like(quotient), exponent) < quotient
-    else:
-        exponent = _floor_log2(amax) - element.max_exponent
-        if rule is ScaleRule.EVEN:  # 2 - 2^-(m+1) and above rounds up to the next binade
-            mantissa = torch.frexp(amax).mantissa * 2
-            exponent += mantissa >= 2 - 2.0 ** -(element.mantissa_bits + 1)
+        exponent += mantissa > element.max * 2.0 ** -(element.max_exponent + 1)
+    elif rule is ScaleRule.EVEN:  # 2 - 2^-(m+1) times a power of two and above rounds up to the next binade
+        exponent += mantissa >= 1 - 2.0 ** -(element.mantissa_bits + 2)
     return exponent.clamp(-_BIAS, _BIAS).add(_BIAS).to(torch.uint8)
 
 
@@ -62,11 +54,8 @@ def scale_values(scale: Tensor) -> Tensor:
 def encode_codes(x: Tensor, scale: Tensor, element: Minifloat) -> Tensor:
     """[..., K] floats and uint8 scales [..., K/32] -> uint8 codes [..., K], one per byte."""
     blocks = x.float().unflatten(-1, (scale.shape[-1], -1))
-    # x / 2^e in two steps: 2^-e alone overflows for the smallest scales
-    exponent = (scale.int() - _BIAS).unsqueeze(-1)
-    half = exponent // 2
-    scaled = torch.ldexp(torch.ldexp(blocks, -half), half - exponent)
-    return encode(scaled, element).flatten(-2)
+    # 2^-127..2^127 are fp32 numbers: the multiplication is exact until it underflows, far below the element's range
+    return encode(torch.ldexp(blocks, _BIAS - scale.int().unsqueeze(-1)), element).flatten(-2)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, element: Minifloat) -> Tensor:

@@ -1,6 +1,6 @@
 """QuantizedTensor, and the way from a float tensor to one and back, for every format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,9 +36,48 @@ class QuantizedTensor:
         parts = [self.packed, self.block_scale] + ([] if self.global_scale is None else [self.global_scale])
         return sum(t.numel() * t.element_size() for t in parts)
 
+    def to(self, device: torch.device | str) -> "QuantizedTensor":
+        """The same tensor on another device."""
+        return replace(
+            self,
+            packed=self.packed.to(device),
+            block_scale=self.block_scale.to(device),
+            global_scale=None if self.global_scale is None else self.global_scale.to(device),
+        )
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[...] of `shape`, computed in fp32 and rounded once to `dtype` (default: the source's)."""
         return decode(self).to(dtype or self.dtype)
+
+
+_SCALE_DTYPES = {
+    ScaleType.E4M3: torch.float8_e4m3fn,
+    ScaleType.E8M0: torch.uint8,
+    ScaleType.FP32: torch.float32,
+    ScaleType.BF16: torch.bfloat16,
+}
+
+
+def empty_like_quantized(
+    shape: tuple[int, ...], fmt: Format, dtype: torch.dtype, device: str = "meta"
+) -> QuantizedTensor:
+    """A QuantizedTensor with the dtypes and shapes that `encode` would give, and no values."""
+    *lead, k = shape
+    if fmt.element.bits < 8:
+        packed = torch.empty(*lead, k * fmt.element.bits // 8, dtype=torch.uint8, device=device)
+    else:
+        assert isinstance(fmt.element, Minifloat)
+        packed = torch.empty(*shape, dtype=fp8.DTYPES[fmt.element], device=device)
+    scale_shape = {
+        Granularity.BLOCK: lambda: (*lead, k // fmt.block_size),
+        Granularity.TENSOR: lambda: (),
+        Granularity.CHANNEL: lambda: (*lead, 1),
+        Granularity.TOKEN: lambda: (*lead, 1),
+        Granularity.TILE: lambda: tuple(-(-n // fmt.block_size) for n in shape),
+    }[fmt.granularity]()
+    block_scale = torch.empty(scale_shape, dtype=_SCALE_DTYPES[fmt.scale], device=device)
+    global_scale = torch.empty((), dtype=torch.float32, device=device) if fmt.has_global_scale else None
+    return QuantizedTensor(fmt, packed, block_scale, global_scale, tuple(shape), dtype)
 
 
 def check_quantizable(x: Tensor, fmt: Format, name: str = "tensor") -> None:
@@ -116,7 +155,8 @@ def decode(q: QuantizedTensor) -> Tensor:
         return nvfp4.decode_packed(q.packed, q.block_scale, q.global_scale)
     if fmt.element == INT4:
         return int4.decode_codes(unpack_nibbles(q.packed), q.block_scale)
-    assert isinstance(fmt.element, Minifloat) and fmt.scale is ScaleType.E8M0
+    assert isinstance(fmt.element, Minifloat)
+    assert fmt.scale is ScaleType.E8M0
     return mx.decode_codes(_unpack_minifloat(q.packed, fmt.element), q.block_scale, fmt.element)
 
 

@@ -1,0 +1,72 @@
+"""A checkpoint as a running transformers model, its quantized weights packed in memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockscale.checkpoint.dialects.stored import load_kv_scales
+from blockscale.checkpoint.reader import Checkpoint, open_checkpoint
+from blockscale.errors import ModelError
+from blockscale.host import attention
+from blockscale.host.skeleton import build_skeleton, load_config
+from blockscale.host.weights import host_weights, materialize
+
+
+@dataclass(frozen=True)
+class HostedModel:
+    """`model` is a transformers causal language model; `checkpoint` is what it was loaded from."""
+
+    checkpoint: Checkpoint
+    model: Any
+    device: torch.device
+
+    @torch.inference_mode()
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Token ids [B, T] -> fp32 logits [B, T, V]."""
+        return self.model(input_ids=input_ids.to(self.device), use_cache=False).logits.float()
+
+
+def load_model(path: Path, *, device: str = "cpu", emulate_activations: bool = True) -> HostedModel:
+    """Loads a checkpoint of any dialect, or a 16-bit model.
+
+    On the CPU arithmetic is fp32 whatever the weights are stored in; elsewhere it is the checkpoint's own type.
+    emulate_activations   round linears' inputs and the KV cache as the scheme says (W4A4); else weights only
+    ModelError for an architecture that transformers lacks or weights that do not fit it.
+    """
+    checkpoint = open_checkpoint(path)
+    config = load_config(path)
+    dtype = torch.float32 if device == "cpu" else checkpoint.dtype
+    quantized = checkpoint.quantized
+    has_kv = emulate_activations and quantized is not None and bool(quantized.kv_tensors)
+    model: Any = build_skeleton(config, dtype, attention.register() if has_kv else None)
+    materialize(model, host_weights(model, checkpoint, is_emulating=emulate_activations))
+    model.tie_weights()
+    if has_kv:
+        assert quantized is not None
+        for name, infos in quantized.kv_tensors.items():
+            scales = load_kv_scales(infos)
+            model.get_submodule(name).kv_transform = attention.kv_rounding(scales, quantized.kv_format or "fp8")
+    _load_generation_config(model, path)
+    return HostedModel(checkpoint, model.to(device), torch.device(device))
+
+
+def load_tokenizer(path: Path) -> Any:
+    """ModelError if the folder has none that transformers can read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as e:
+        raise ModelError(f"{path}: no tokenizer that transformers can read", hint="copy tokenizer.json there") from e
+
+
+def _load_generation_config(model: Any, path: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+
+

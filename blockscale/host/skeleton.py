@@ -1,0 +1,101 @@
+"""A transformers model without weights: built on the meta device from a config, its computed buffers made real."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockscale.errors import ModelError
+
+_DATA_FREE = "recipes without calibration (nvfp4-w4a16, mxfp4, fp8) need no model class"
+
+
+def load_config(path: Path) -> Any:
+    """The model's transformers config, without any quantization. ModelError for an unknown architecture."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as e:
+        raise ModelError(f"{path}: transformers cannot read the config: {_first_line(e)}", hint=_DATA_FREE) from e
+    for owner in (config, getattr(config, "text_config", None)):
+        if owner is not None and hasattr(owner, "quantization_config"):
+            delattr(owner, "quantization_config")
+    return config
+
+
+def build_skeleton(config: Any, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
+    """The model with every parameter on the meta device. `attention`: an implementation's name, or the default."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"), _quiet():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if attention is not None:
+                model.set_attn_implementation(attention)
+    except (ValueError, ImportError, KeyError) as e:
+        raise ModelError(
+            f"transformers has no language model for '{config.model_type}': {_first_line(e)}", hint=_DATA_FREE
+        ) from e
+    model.eval().requires_grad_(False)
+    _restore_buffers(model)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns about what a skeleton is: no weights, no generation config."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _restore_buffers(model: Any) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies, embedding scales) as transformers itself computes them."""
+    for module in model.modules():
+        names = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        if not names:
+            continue
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """Module path and list of the decoder layers. ModelError if there is no such list."""
+    decoder = model.get_decoder()
+    count = decoder.config.num_hidden_layers
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            prefix = next(n for n, m in model.named_modules() if m is module)
+            assert name
+            return prefix, module
+    raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers", hint=_DATA_FREE)
+
+
+def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Stored tensor name -> name in the model. Only renamings are followed: experts stay one linear each."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [t for t in get_model_conversion_mapping(model, add_legacy=False) if isinstance(t, WeightRenaming)]
+    result = {}
+    for name in names:
+        renamed = name
+        for renaming in renamings:
+            renamed = renaming.rename_source_key(renamed)[0]
+        result[name] = renamed
+    return result

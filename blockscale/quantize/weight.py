@@ -1,0 +1,118 @@
+"""One weight tensor to a QuantizedTensor, a slice of rows at a time, with the error it cost."""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from blockscale.algorithms.four_over_six import four_or_six_block_scale
+from blockscale.algorithms.scale_sweep import best_block_scale
+from blockscale.errors import FormatError
+from blockscale.formats import fp8, nvfp4
+from blockscale.formats.spec import E2M1, Format, Granularity, get_format
+from blockscale.formats.tensor import QuantizedTensor, check_finite, check_quantizable, decode, encode
+
+_SLICE_ELEMENTS = 1 << 19  # temporaries of a slice stay in the processor's cache
+
+
+class ScaleMethod(Enum):
+    """How block scales are chosen. SWEEP and FOUR_OVER_SIX are for formats with a global scale (NVFP4)."""
+
+    AMAX = "amax"
+    SWEEP = "sweep"
+    FOUR_OVER_SIX = "four_over_six"
+
+
+_BLOCK_SCALE = {ScaleMethod.SWEEP: best_block_scale, ScaleMethod.FOUR_OVER_SIX: four_or_six_block_scale}
+_HEADROOM_MAX = 256.0  # leaves 448 / 256 = 1.75 above the largest block's amax scale
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """Sums over a tensor: of squared error and of squares."""
+
+    squared_error: float
+    squares: float
+
+    @property
+    def sqnr_db(self) -> float:
+        if self.squared_error == 0:
+            return math.inf
+        return 10 * math.log10(self.squares / self.squared_error) if self.squares else -math.inf
+
+
+def global_scale_from_amax(amax: Tensor, method: ScaleMethod) -> Tensor:
+    """fp32 0-d global scale for the largest magnitude of a tensor, or of all the tensors that share it."""
+    if method is ScaleMethod.AMAX:
+        return nvfp4.global_scale_from_amax(amax)
+    scale = amax.float() / (E2M1.max * _HEADROOM_MAX)
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def quantize_weight(
+    x: Tensor, fmt: Format, method: ScaleMethod, global_scale: Tensor | None, name: str
+) -> tuple[QuantizedTensor, WeightError]:
+    """Quantizes x [..., K]. `global_scale` as agreed for the group (None: from this tensor alone)."""
+    check_quantizable(x, fmt, name)
+    if method is not ScaleMethod.AMAX and not fmt.has_global_scale:
+        raise FormatError(f"{name}: scale '{method.value}' needs an NVFP4 format, got {fmt.name}", hint="use 'amax'")
+    amax = x.abs().amax()
+    check_finite(x, amax, name)
+    if fmt.has_global_scale and global_scale is None:
+        global_scale = global_scale_from_amax(amax, method)
+    fixed = fp8.scale_from_amax(amax, fmt) if fmt.granularity is Granularity.TENSOR else None
+
+    rows = x.reshape(-1, x.shape[-1])
+    step = max(1, _SLICE_ELEMENTS // x.shape[-1])
+    if fmt.granularity is Granularity.TILE:
+        check_quantizable_tile(x, name)
+        step = -(-step // fmt.block_size) * fmt.block_size
+    packed, scales, squared_error, squares = [], [], 0.0, 0.0
+    for part in rows.split(step):
+        choose = _BLOCK_SCALE.get(method)
+        block_scale = choose(part, global_scale, fmt.block_size) if choose and global_scale is not None else fixed
+        q = encode(part, fmt, block_scale=block_scale, global_scale=global_scale, name=name)
+        packed.append(q.packed)
+        scales.append(q.block_scale)
+        source = part.float()
+        squared_error += torch.sum((decode(q).sub_(source)).square_(), dtype=torch.float32).item()
+        squares += torch.sum(source.square_() if source is not part else source.square()).item()
+    lead = tuple(x.shape[:-1])
+    block_scale = scales[0] if fixed is not None else _join(scales, x, fmt)
+    q = QuantizedTensor(fmt, torch.cat(packed).view(*lead, -1), block_scale, global_scale, tuple(x.shape), x.dtype)
+    return q, WeightError(squared_error, squares)
+
+
+def _join(scales: list[Tensor], x: Tensor, fmt: Format) -> Tensor:
+    joined = torch.cat(scales)
+    return joined if fmt.granularity is Granularity.TILE else joined.view(*x.shape[:-1], -1)
+
+
+def check_quantizable_tile(x: Tensor, name: str) -> None:
+    if x.dim() != 2:
+        raise FormatError(f"{name}: a format of tiles takes a 2-D weight, got {list(x.shape)}")
+
+
+def quantize_tensor(
+    weight: Tensor,
+    format: str | Format = "nvfp4",
+    scale: str | ScaleMethod = "amax",
+    global_scale: Tensor | None = None,
+    name: str = "tensor",
+) -> QuantizedTensor:
+    """Quantizes a tensor [..., K] of bf16, fp16 or fp32, on its device.
+
+    format        a name of `blockscale.formats.spec.FORMATS`
+    scale         "amax" (round to nearest), "sweep" (least squared error of 11 codes), "four_over_six"; NVFP4 only
+    global_scale  fp32 0-d multiplier to use instead of the tensor's own, for weights that share one
+
+    FormatError for a shape or dtype that the format cannot hold; NonFiniteError for NaN or Inf.
+    """
+    try:
+        method = ScaleMethod(scale)
+    except ValueError as e:
+        names = ", ".join(m.value for m in ScaleMethod)
+        raise FormatError(f"unknown scale '{scale}'", hint=f"scales: {names}") from e
+    return quantize_weight(weight, get_format(format), method, global_scale, name)[0]
