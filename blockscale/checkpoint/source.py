@@ -149,5 +149,3 @@ def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:
         else:
             tensors[name] = _as_itself(info)
     return tensors
-
-

@@ -155,7 +155,10 @@ def _pooled_perplexity(pairs: list[tuple[int, float | None]]) -> float | None:
     mean = _weighted_mean([(n, None if value is None else _log(value)) for n, value in pairs])
     if mean is None:
         return None
-    return math.exp(mean) if not mean > 709 else math.inf  # NaN passes through exp
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf
 
 
 def _log(x: float) -> float:

@@ -52,5 +52,3 @@ def kv_rounding(scales: KVScales, kv_format: str) -> KVTransform:
         return rounding(key, scales.key).to(key.dtype), rounding(value, scales.value).to(value.dtype)
 
     return transform
-
-

@@ -68,5 +68,3 @@ def _load_generation_config(model: Any, path: Path) -> None:
 
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
-
-

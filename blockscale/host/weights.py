@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from blockscale.checkpoint.dialects.stored import StoredLinear, load_linear
@@ -154,5 +153,3 @@ def _set_parameter(root: nn.Module, path: str, value: Tensor) -> None:
 def _set_buffer(root: nn.Module, path: str, value: Tensor) -> None:
     parent, _, leaf = path.rpartition(".")
     root.get_submodule(parent).register_buffer(leaf, value)
-
-

@@ -110,7 +110,9 @@ def run(
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
 
 
-def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def output_layout(
+    plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Every tensor of the output in the source's order, from meta tensors that pass through the dialect."""
     dialect = DIALECTS[recipe.dialect]
     by_first: list[tuple[str, dict[str, Tensor]]] = []
@@ -172,7 +174,12 @@ def _copy_unit(tensor: SourceTensor, output: OutputFolder) -> Callable[[], None]
 
 
 def _group_unit(
-    plan: Plan, members: tuple[str, ...], output: OutputFolder, dialect: Any, statistics: ActivationStatistics, device: str
+    plan: Plan,
+    members: tuple[str, ...],
+    output: OutputFolder,
+    dialect: Any,
+    statistics: ActivationStatistics,
+    device: str,
 ) -> Callable[[], dict[str, dict[str, Any]]]:
     def run_unit() -> dict[str, dict[str, Any]]:
         linears = [plan.linears[m] for m in members]
@@ -270,7 +277,9 @@ def _check_result(path: Path, plan: Plan) -> None:
     kept = {n: (t.dtype, t.shape) for n, t in written.kept.items()}
     if found != planned or kept != copied:
         wrong = [m for m in planned if found.get(m) != planned[m]] + [n for n in copied if kept.get(n) != copied[n]]
-        raise RecipeError(f"the written checkpoint is not what was planned, first at {wrong[:1]}", hint="please report this")
+        raise RecipeError(
+            f"the written checkpoint is not what was planned, first at {wrong[:1]}", hint="please report this"
+        )
 
 
 __all__ = ["MAX_SHARD_BYTES", "Progress", "Summary", "job_digest", "output_layout", "run"]

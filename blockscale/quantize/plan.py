@@ -181,7 +181,8 @@ def _without_broken_groups(
                 del result[linear.module]
         elif len({(linear.scheme, linear.method) for linear in planned}) > 1:
             raise RecipeError(
-                f"the recipe stores the members of {name} in different ways", hint="engines fuse them: give them one rule"
+                f"the recipe stores the members of {name} in different ways",
+                hint="engines fuse them: give them one rule",
             )
     return result
 
@@ -191,7 +192,8 @@ def _check_patterns(recipe: Recipe, source: Source) -> None:
     for pattern in (*recipe.keep, *(rule.match for rule in recipe.rules)):
         if not any(matches(pattern, module) for module in modules):
             raise RecipeError(
-                f"pattern '{pattern}' matches no module of {source.path}", hint=f"modules are named like '{modules[-1]}'"
+                f"pattern '{pattern}' matches no module of {source.path}",
+                hint=f"modules are named like '{modules[-1]}'",
             )
 
 
@@ -218,4 +220,3 @@ def _tower_prefix(module: str) -> str:
         if any(matches(pattern, parts[end - 1]) for pattern in patterns):
             return ".".join(parts[:end])
     return module
-

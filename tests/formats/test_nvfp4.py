@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockscale.errors import NonFiniteError
+from blockscale.formats.error import sqnr
 from blockscale.formats.nvfp4 import (
     MIN_BLOCK_SCALE,
     block_scale_from_amax,
@@ -208,6 +209,44 @@ def test_global_scale_by_hand() -> None:
     assert global_scale_from_amax(torch.tensor(2688.0)) == 1
     assert global_scale_from_amax(torch.tensor(0.0)) == 1
     assert global_scale_from_amax(torch.tensor(1.0, dtype=torch.bfloat16)) == torch.tensor(1.0) / 2688
+
+
+def test_block_of_the_docs() -> None:
+    """The worked example in docs/concepts/number-format.md."""
+    x = torch.zeros(2, 16)
+    x[0, 3] = 0.42
+    x[1] = torch.tensor(
+        [
+            0.1,
+            -0.05,
+            0.012,
+            0.003,
+            -0.021,
+            0.034,
+            -0.0625,
+            0,
+            0.008,
+            -0.0015,
+            0.044,
+            -0.09,
+            0.017,
+            0.027,
+            -0.003,
+            0.0715,
+        ]
+    )
+    q = encode(x, NVFP4)
+    assert q.global_scale is not None
+    assert float(q.global_scale) == pytest.approx(0.00015625)
+    assert q.block_scale.float().flatten().tolist() == [448.0, 104.0]
+    assert as_bytes(q.block_scale)[1, 0] == 0x6D
+    codes = [7, 13, 1, 0, 11, 4, 14, 0, 1, 8, 5, 15, 2, 3, 8, 6]
+    assert unpack_nibbles(q.packed[1]).tolist() == codes
+    assert bytes(q.packed[1].tolist()).hex(" ").upper() == "D7 01 4B 0E 81 F5 32 68"
+    step = 0.01625
+    values = [6, -3, 0.5, 0, -1.5, 2, -4, 0, 0.5, -0.0, 3, -6, 1, 1.5, -0.0, 4]
+    assert decode(q)[1].tolist() == pytest.approx([v * step for v in values])
+    assert sqnr(x[1], decode(q)[1]) == pytest.approx(22.5, abs=0.05)
 
 
 def test_one_block_by_hand() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockscale.errors import FormatError, NonFiniteError
 from blockscale.formats.mx import ScaleRule
 from blockscale.formats.spec import FORMATS, INT4, MXFP4, NVFP4, Format, Granularity, Minifloat
-from blockscale.formats.tensor import QuantizedTensor, decode, encode
+from blockscale.formats.tensor import QuantizedTensor, decode, empty_like_quantized, encode
 
 from . import golden
 from .strategies import DTYPES, build, tensors
@@ -208,6 +208,23 @@ def test_bytes_are_the_bits_the_format_claims(fmt: Format) -> None:
     extra = {Granularity.TENSOR: 4, Granularity.CHANNEL: 4 * 256, Granularity.TOKEN: 4 * 256}.get(fmt.granularity, 0)
     extra += 4 if fmt.has_global_scale else 0
     assert q.num_bytes == 256 * 512 * fmt.bits_per_element / 8 + extra
+
+
+@each_format
+@settings(max_examples=10, deadline=None)
+@given(x=tensors())
+def test_an_empty_one_has_the_shapes_and_dtypes_of_a_full_one(fmt: Format, x: Tensor) -> None:
+    x = fit_shape(x, fmt)
+    full, empty = encode(x, fmt), empty_like_quantized(tuple(x.shape), fmt, x.dtype)
+    assert (empty.format, empty.shape, empty.dtype) == (full.format, full.shape, full.dtype)
+    for a, b in (
+        (empty.packed, full.packed),
+        (empty.block_scale, full.block_scale),
+        (empty.global_scale, full.global_scale),
+    ):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a.shape, a.dtype, a.device.type) == (b.shape, b.dtype, "meta")
 
 
 def test_a_quantized_tensor_is_frozen() -> None:

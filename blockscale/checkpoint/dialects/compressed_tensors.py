@@ -197,7 +197,9 @@ def _activation_arguments(scheme: Scheme) -> dict[str, Any] | None:
     if scheme.activation is None:
         return None
     # "local": block scales follow the values at run time, the global scale is fixed
-    return _arguments(scheme.activation, dynamic="local" if scheme.activation is NVFP4 else scheme.activation is not FP8)
+    return _arguments(
+        scheme.activation, dynamic="local" if scheme.activation is NVFP4 else scheme.activation is not FP8
+    )
 
 
 def _arguments(fmt: Format, dynamic: bool | str) -> dict[str, Any]:

@@ -1,0 +1,263 @@
+"""Activation statistics from calibration text, one decoder layer in memory at a time.
+
+    token windows --embedding--> hidden states --layer 0--> ... --layer n-1-->
+                                     each linear's input: largest magnitude kept
+
+The layers' arguments (masks, rotary embeddings) are recorded by one pass through the model with layers that only
+listen, so any decoder that transformers runs can be calibrated. A state file, rewritten at most every few seconds,
+lets a killed run go on where it was.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from blockscale.checkpoint.reader import Checkpoint
+from blockscale.errors import ModelError, UsageError
+from blockscale.host import attention
+from blockscale.host.linear import KeptLinear
+from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
+from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
+from blockscale.quantize.plan import PlannedLinear
+from blockscale.quantize.statistics import ActivationStatistics
+from blockscale.texts import Text
+
+WINDOW = 512
+BATCH = 8
+MAX_TOKENS = 65_536
+_SAVE_EVERY_S = 20.0
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Token windows [W, T], and a digest of everything they depend on."""
+
+    windows: Tensor
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.windows.numel()
+
+
+def tokenize(
+    texts: Sequence[Text], tokenizer: Any, max_tokens: int = MAX_TOKENS, window: int = WINDOW
+) -> CalibrationData:
+    """Windows from every text in equal shares, evenly spaced through it. UsageError if all are too short for one."""
+    chosen = []
+    share = max(1, max_tokens // window // len(texts))
+    for text in texts:
+        ids = torch.tensor(tokenizer(text.content, add_special_tokens=True)["input_ids"])
+        windows = ids[: len(ids) // window * window].view(-1, window)
+        step = max(1.0, len(windows) / share)
+        picked = [int(i * step) for i in range(min(share, len(windows)))]
+        chosen.append(windows[picked])
+    windows = torch.cat(chosen)
+    if not len(windows):
+        raise UsageError(f"the calibration text is shorter than one window of {window} tokens", hint="give more text")
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
+    return CalibrationData(windows, digest)
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    data: CalibrationData,
+    linears: Mapping[str, PlannedLinear],
+    *,
+    with_kv: bool,
+    device: str = "cpu",
+    state_path: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> ActivationStatistics:
+    """Runs the 16-bit model over `data` and keeps the largest magnitude of each planned linear's input.
+
+    `state_path`: where unfinished work is kept; a state of the same data is taken up.
+    """
+    config = load_config(checkpoint.path)
+    dtype = torch.float32 if device == "cpu" else checkpoint.dtype
+    model = build_skeleton(config, dtype, attention.register() if with_kv else None)
+    weights = host_weights(model, checkpoint, is_emulating=False)
+    prefix, layers = decoder_layers(model)
+    state = _load_state(state_path, data.digest)
+    with torch.inference_mode():
+        if state is None or state.next_layer < len(layers):
+            hidden, arguments = _record_arguments(model, weights, prefix, data.windows, device)
+            state = state or _State(0, hidden, {}, {})
+        last_save = time.monotonic()
+        for index in range(state.next_layer, len(layers)):
+            layer = materialized_copy(model, weights, f"{prefix}.{index}").to(device)
+            _observe(layer, weights, f"{prefix}.{index}", state, with_kv)
+            for batch, (args, kwargs) in enumerate(arguments[index]):
+                output = layer(state.hidden[batch].to(device), *args, **kwargs)
+                state.hidden[batch] = (output[0] if isinstance(output, tuple) else output).cpu()
+            _check_finite(state.hidden, index)
+            del layer
+            state.next_layer = index + 1
+            if progress:
+                progress("calibrating", index + 1, len(layers))
+            if state_path is not None and time.monotonic() - last_save > _SAVE_EVERY_S:
+                _save_state(state, state_path, data.digest)
+                last_save = time.monotonic()
+    if state_path is not None:
+        state.hidden.clear()
+        _save_state(state, state_path, data.digest)
+    input_amax, notices = _fill_gaps(state.input_amax, linears)
+    return ActivationStatistics(input_amax, state.kv_amax, data.num_tokens, notices)
+
+
+class _Listener(nn.Module):
+    """Stands for a decoder layer, writes down what it is called with and passes the hidden states on."""
+
+    def __init__(self, layer: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__()
+        self.calls = calls
+        # models look at attributes of their layers, such as the kind of attention
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and not hasattr(self, name):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append((args, kwargs))
+        return hidden_states
+
+
+def _record_arguments(
+    model: Any, weights: HostedWeights, prefix: str, windows: Tensor, device: str
+) -> tuple[list[Tensor], list[list[tuple[tuple[Any, ...], dict[str, Any]]]]]:
+    """The embedded batches [B, T, H], and per layer the other arguments of each batch's call."""
+    decoder_path = prefix.rpartition(".")[0]
+    decoder = materialize(model, weights, decoder_path, skip=prefix)
+    layers = model.get_submodule(prefix)
+    calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in layers]
+    listeners = nn.ModuleList([_Listener(layer, c) for layer, c in zip(layers, calls, strict=True)])
+    owner, leaf = model.get_submodule(decoder_path), prefix.rpartition(".")[2]
+    embedded: list[Tensor] = []
+    listeners[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0].cpu()))
+    setattr(owner, leaf, listeners)
+    try:
+        decoder.to(device)
+        for batch in windows.split(BATCH):
+            decoder(input_ids=batch.to(device), use_cache=False)
+    finally:
+        setattr(owner, leaf, layers)
+    return embedded, [_without_copies(c) for c in calls]
+
+
+def _without_copies(
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]],
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Batches mostly share masks and rotary embeddings: keep the first of equal tensors."""
+    first_args, first_kwargs = calls[0]
+
+    def same(new: Any, old: Any) -> Any:
+        if isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape == old.shape:
+            return old if torch.equal(new, old) else new
+        if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+            return tuple(same(n, o) for n, o in zip(new, old, strict=True))
+        return new
+
+    return [
+        (
+            tuple(same(n, o) for n, o in zip(args, first_args, strict=True)),
+            {k: same(v, first_kwargs.get(k)) for k, v in kwargs.items()},
+        )
+        for args, kwargs in calls
+    ]
+
+
+@dataclass
+class _State:
+    """Progress of a calibration; the only thing that a resumed run needs."""
+
+    next_layer: int
+    hidden: list[Tensor]
+    input_amax: dict[str, float]
+    kv_amax: dict[str, tuple[float, float]]
+
+
+def _observe(layer: nn.Module, weights: HostedWeights, path: str, state: _State, with_kv: bool) -> None:
+    """Sets the layer's linears and attention to report to `state`."""
+
+    def keep_input(name: str, x: Tensor) -> None:
+        if x.numel():
+            state.input_amax[name] = max(state.input_amax.get(name, 0.0), x.abs().amax().item())
+
+    for name, module in layer.named_modules():
+        if isinstance(module, KeptLinear):
+            module.observer = keep_input
+        if with_kv and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
+            stored = weights.stored[f"{path}.{name}.k_proj"].removesuffix(".k_proj")
+            module.kv_transform = _keep_kv(stored, state)  # type: ignore[assignment]
+
+
+def _keep_kv(name: str, state: _State) -> attention.KVTransform:
+    def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        old = state.kv_amax.get(name, (0.0, 0.0))
+        state.kv_amax[name] = (max(old[0], key.abs().amax().item()), max(old[1], value.abs().amax().item()))
+        return key, value
+
+    return keep
+
+
+def _check_finite(hidden: Sequence[Tensor], index: int) -> None:
+    for batch in hidden:
+        if not torch.isfinite(batch).all():
+            raise ModelError(
+                f"decoder layer {index} gives NaN or Inf on the calibration text",
+                hint="the model is damaged or needs more than its stored precision",
+            )
+
+
+def _fill_gaps(
+    seen: Mapping[str, float], linears: Mapping[str, PlannedLinear]
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Experts that no token reached get the largest amax of their siblings, flagged; a linear without any is left out
+    and so refused later."""
+    result = {module: seen[module] for module in linears if seen.get(module, 0.0) > 0.0}
+    notices = []
+    for module in linears:
+        if module in result:
+            continue
+        parent, found, rest = module.partition(".experts.")
+        leaf = rest.rpartition(".")[2]
+        siblings = [
+            amax
+            for m, amax in result.items()
+            if found and m.startswith(f"{parent}.experts.") and m.endswith(f".{leaf}")
+        ]
+        if siblings:
+            result[module] = max(siblings)
+            notices.append(f"{module}: no calibration token reached it; its input scale is its siblings' largest")
+        elif module in seen:
+            result[module] = 0.0
+            notices.append(f"{module}: its inputs were all zero; its input scale is 1")
+    return result, tuple(notices)
+
+
+def _save_state(state: _State, path: Path, digest: str) -> None:
+    facts = {"digest": digest, "next_layer": state.next_layer, "input_amax": state.input_amax, "kv_amax": state.kv_amax}
+    tensors = {f"{i:06d}": batch.contiguous() for i, batch in enumerate(state.hidden)}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"state": json.dumps(facts)})
+    partial.replace(path)
+
+
+def _load_state(path: Path | None, digest: str) -> _State | None:
+    if path is None or not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["state"])
+        if facts["digest"] != digest:
+            return None
+        hidden = [file.get_tensor(name) for name in sorted(file.keys())]
+    kv = {name: (pair[0], pair[1]) for name, pair in facts["kv_amax"].items()}
+    return _State(facts["next_layer"], hidden, facts["input_amax"], kv)
