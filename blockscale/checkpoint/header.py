@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,17 +78,18 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     }
 
 
-def _tensor_info(path: Path, name: str, entry: Mapping[str, object], data_start: int, file_size: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: int, file_size: int) -> TensorInfo:
     try:
-        dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
-        shape = tuple(int(n) for n in shape)  # type: ignore[attr-defined]
+        dtype_name = str(entry["dtype"])
+        shape = tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint="download the file again") from e
     if dtype_name not in DTYPES:
         raise CheckpointError(
             f"{path}: tensor '{name}' has unknown dtype {dtype_name}", hint="known dtypes: " + ", ".join(DTYPES)
         )
-    dtype = DTYPES[str(dtype_name)]
+    dtype = DTYPES[dtype_name]
     num_bytes = dtype.itemsize
     for n in shape:
         num_bytes *= n
@@ -105,7 +107,7 @@ def _truncated(path: Path, what: str) -> CheckpointError:
 def read_tensor(info: TensorInfo) -> Tensor:
     """The whole tensor, on the CPU."""
     buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     with info.path.open("rb", buffering=0) as file:
         done = 0
         while done < info.num_bytes:

@@ -145,7 +145,7 @@ class OutputFolder:
             )
         if not tensor.numel():
             return
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         with disk_errors(self.out), place.path.open("r+b", buffering=0) as file:
             _pwrite_all(file.fileno(), data, place.offset)
 

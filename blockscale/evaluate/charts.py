@@ -146,7 +146,7 @@ def layer_points(layers: Sequence[LayerError]) -> Points | None:
     has_outside = any(block is None for block, _ in found)
     decibels = [x for values in found.values() for x in values]
     y_values = nice_ticks(min(decibels), max(decibels))
-    left, height, right = 48.0, 260.0, 12.0
+    left, height, right = 48.0, 320.0, 12.0
     x_scale = (WIDTH - left - right - 20) / max(1, outside if has_outside else last)
     y_scale = (height - TOP - BOTTOM) / (y_values[-1] - y_values[0])
 

@@ -2,7 +2,7 @@
 
 import math
 
-from blockscale.evaluate.result import Interval, Report, TaskComparison
+from blockscale.evaluate.result import Report, TaskComparison
 
 SIGNIFICANCE = 0.05  # the counterpart of 95 % intervals
 
@@ -26,10 +26,6 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.{digits}f} %"
 
 
-def includes(interval: Interval, x: float) -> bool:
-    return interval.low <= x <= interval.high
-
-
 def listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
@@ -42,16 +38,18 @@ def read_perplexity(report: Report) -> str:
         return "The model's perplexity is not a finite number on at least one text: the model is broken there."
     if ratio is None or not math.isfinite(ratio):
         return f"The model's perplexity is {value:.4g}; without a reference, that says nothing about what was lost."
-    known = [t for t in report.texts if t.perplexity_ratio is not None and math.isfinite(t.perplexity_ratio.low)]
-    unclear = [t.name for t in known if t.perplexity_ratio is not None and includes(t.perplexity_ratio, 1.0)]
-    how = "higher than" if ratio > 1 else "lower than" if ratio < 1 else "above"
-    text = f"Perplexity is {percent(abs(ratio - 1))} {how} the reference's ({value:.4g} against "
-    text += f"{report.reference_perplexity:.4g}). "
+    known = [(t.name, t.perplexity_ratio) for t in report.texts if t.perplexity_ratio is not None]
+    clear = [name for name, interval in known if interval.low > 1 or interval.high < 1]
+    unclear = [name for name, interval in known if interval.low <= 1 <= interval.high]
+    both = f"({value:.4g} against {report.reference_perplexity:.4g})"
+    if ratio == 1:
+        text = f"Perplexity is exactly the reference's {both}. "
+    else:
+        text = f"Perplexity is {percent(abs(ratio - 1))} {'higher' if ratio > 1 else 'lower'} than the reference's {both}. "
+    if clear:
+        text += f"On {listed(clear)} the difference is larger than chance explains. "
     if unclear:
         text += f"On {listed(unclear)} the interval of the ratio includes 1: so little text cannot tell the two apart."
-    elif known:
-        text += "On every text the difference is larger than chance explains." if len(known) > 1 else ""
-        text += "The difference is larger than chance explains." if len(known) == 1 else ""
     return text.strip()
 
 
@@ -82,7 +80,7 @@ def read_task(comparison: TaskComparison) -> str:
     text += f"{comparison.reference_score:.3g} for the reference"
     if comparison.p_value is None:
         return text + "."
-    text += f" ({comparison.num_gained} answers gained, {comparison.num_lost} lost): "
+    text += f" ({comparison.num_gained} right answers gained, {comparison.num_lost} lost): "
     if comparison.p_value < SIGNIFICANCE:
         return text + f"more than chance explains (p = {comparison.p_value:.2g})."
     return text + f"no more than chance explains (p = {comparison.p_value:.2g})."

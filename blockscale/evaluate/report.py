@@ -34,7 +34,7 @@ def number(x: float | None, digits: int = 4) -> str:
         return "–"
     if not math.isfinite(x):
         return "not finite"
-    return f"{x:.{digits}g}" if abs(x) < 10**digits else f"{x:,.0f}"
+    return f"{x:#.{digits}g}".rstrip(".") if abs(x) < 10**digits else f"{x:,.0f}"
 
 
 def decibels(x: float) -> str:

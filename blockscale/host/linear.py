@@ -22,6 +22,7 @@ class PackedLinear(nn.Module):
         self.linear = linear
         self.activation = linear.scheme.activation if is_emulating else None
         self.out_features, self.in_features = weight.shape[-2:]
+        self.bias: Tensor | None
         self.register_buffer("bias", bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
@@ -66,6 +67,7 @@ class KeptLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, name: str = "") -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias: Tensor | None
         self.register_buffer("bias", bias)
         self.name = name
         self.observer: Observer | None = None

@@ -196,7 +196,7 @@ def _observe(layer: nn.Module, weights: HostedWeights, path: str, state: _State,
             module.observer = keep_input
         if with_kv and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
             stored = weights.stored[f"{path}.{name}.k_proj"].removesuffix(".k_proj")
-            module.kv_transform = _keep_kv(stored, state)  # type: ignore[assignment]
+            module.kv_transform = _keep_kv(stored, state)
 
 
 def _keep_kv(name: str, state: _State) -> attention.KVTransform:

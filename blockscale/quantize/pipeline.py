@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
-from blockscale.checkpoint.output import MAX_SHARD_BYTES, OutputFolder
+from blockscale.checkpoint.output import Layout, OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, open_checkpoint
 from blockscale.checkpoint.source import Source, SourceTensor
 from blockscale.errors import CheckpointError, RecipeError
@@ -110,9 +110,7 @@ def run(
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
 
 
-def output_layout(
-    plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> Layout:
     """Every tensor of the output in the source's order, from meta tensors that pass through the dialect."""
     dialect = DIALECTS[recipe.dialect]
     by_first: list[tuple[str, dict[str, Tensor]]] = []
@@ -143,7 +141,7 @@ def _unit_bytes(plan: Plan) -> dict[str, int]:
     return sizes | {t.name: t.num_bytes for t in plan.copied}
 
 
-def _run_units(units: Mapping[str, Callable[[], Any]], output: OutputFolder):  # type: ignore[no-untyped-def]
+def _run_units(units: Mapping[str, Callable[[], Any]], output: OutputFolder) -> Iterator[str]:
     """Runs the units on a few threads and yields names as they finish and are journalled.
 
     One torch thread a worker: whole units side by side use the cores better than slices split between them.
@@ -280,6 +278,3 @@ def _check_result(path: Path, plan: Plan) -> None:
         raise RecipeError(
             f"the written checkpoint is not what was planned, first at {wrong[:1]}", hint="please report this"
         )
-
-
-__all__ = ["MAX_SHARD_BYTES", "Progress", "Summary", "job_digest", "output_layout", "run"]

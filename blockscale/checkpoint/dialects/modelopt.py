@@ -176,7 +176,7 @@ def config_files(
     kv_format: str | None,
     has_pre_quant_scale: bool = False,
 ) -> dict[str, str]:
-    """config.json and hf_quant_config.json. `schemes`: by linear; `kept`: modules left in 16 bits, wildcards allowed."""
+    """config.json and hf_quant_config.json. `schemes`: by linear; `kept`: modules left in 16 bits, or wildcards."""
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
