@@ -1,0 +1,44 @@
+"""blockscale: language models in NVFP4 - quantize, prove what it cost, write checkpoints that every engine loads.
+
+    import blockscale as bs
+    q = bs.quantize_tensor(weight, format="nvfp4", scale="sweep")
+    bs.quantize("model", "model-nvfp4", recipe="nvfp4-sweep", calibration=["calib.txt"])
+    report = bs.evaluate("model-nvfp4", reference="model", text=["test.txt"])
+    bs.LLM("model-nvfp4").generate(["2 + 2 ="], max_tokens=8)
+
+Names are loaded when first used, so that importing the package costs nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockscale.api import LLM, evaluate, quantize
+    from blockscale.formats.error import mse, sqnr
+    from blockscale.formats.tensor import QuantizedTensor
+    from blockscale.quantize.recipe import Recipe
+    from blockscale.quantize.weight import quantize_tensor
+
+__all__ = ["LLM", "QuantizedTensor", "Recipe", "evaluate", "mse", "quantize", "quantize_tensor", "sqnr"]
+
+_HOMES = {
+    "LLM": "blockscale.api",
+    "evaluate": "blockscale.api",
+    "quantize": "blockscale.api",
+    "mse": "blockscale.formats.error",
+    "sqnr": "blockscale.formats.error",
+    "QuantizedTensor": "blockscale.formats.tensor",
+    "Recipe": "blockscale.quantize.recipe",
+    "quantize_tensor": "blockscale.quantize.weight",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'blockscale' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,25 +1,35 @@
 """One plain function a verb: the only place that joins the rooms of the house."""
 
-from collections.abc import Sequence
+import datetime
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from blockscale import texts
-from blockscale.checkpoint.locate import locate
+from blockscale.checkpoint.folder import read_json
+from blockscale.checkpoint.locate import demo_gguf, fetch_demo, locate
 from blockscale.checkpoint.output import OutputFolder, check_absent
-from blockscale.checkpoint.reader import open_checkpoint
+from blockscale.checkpoint.reader import bits_per_parameter, open_checkpoint
 from blockscale.checkpoint.source import Source, open_source
 from blockscale.errors import RecipeError, UsageError
-from blockscale.formats.error import sqnr
-from blockscale.host.model import load_tokenizer
+from blockscale.evaluate.gate import check_gates, require_reference
+from blockscale.evaluate.layers import layer_errors
+from blockscale.evaluate.report import write_report
+from blockscale.evaluate.result import Report, TaskComparison
+from blockscale.evaluate.run import evaluate_text
+from blockscale.evaluate.tasks import compare_tasks, run_tasks
+from blockscale.evaluate.windows import token_windows
+from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
+from blockscale.host.model import HostedModel, load_model, load_tokenizer
 from blockscale.quantize import pipeline
 from blockscale.quantize.calibrate import MAX_TOKENS, CalibrationData, calibrate, tokenize
 from blockscale.quantize.pipeline import Progress, Summary
 from blockscale.quantize.plan import make_plan
 from blockscale.quantize.recipe import Recipe, load_recipe, with_options, without_static_activations
 from blockscale.quantize.statistics import ActivationStatistics
-from blockscale.quantize.weight import quantize_tensor
 
 
 def quantize(
@@ -104,4 +114,157 @@ def _kv_modules(source: Source, recipe: Recipe) -> tuple[str, ...]:
     return found
 
 
-__all__ = ["Summary", "quantize", "quantize_tensor", "sqnr"]
+def evaluate(
+    model: str | Path,
+    reference: str | Path | None = None,
+    *,
+    text: Sequence[str | Path] = texts.EVALUATION,
+    tasks: Sequence[str] = (),
+    window: int = 512,
+    stride: int | None = None,
+    start: float = 0.0,
+    max_tokens: int | None = 20_000,
+    task_limit: int | None = None,
+    batch_size: int = 4,
+    weights_only: bool = False,
+    device: str = "cpu",
+    max_kl: float | None = None,
+    max_perplexity_ratio: float | None = None,
+    report: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Measures a checkpoint on texts and tasks and, with `reference`, what separates it from the 16-bit model.
+
+    text           files or own texts' names; each is measured by itself
+    window ...     how texts are cut: see `blockscale.evaluate.windows`
+    weights_only   leave activations and the KV cache in 16 bits although the checkpoint rounds them
+    max_kl, max_perplexity_ratio   limits for every text; CheckFailed beyond them, after `report` is written
+    report         where to write an HTML page
+    """
+    check_device(device)
+    require_reference(reference is not None, max_kl, max_perplexity_ratio)
+    path = locate(model)
+    candidate = load_model(path, device=device, emulate_activations=not weights_only)
+    tokenizer = load_tokenizer(path)
+    reference_path = locate(reference) if reference is not None else None
+    base = load_model(reference_path, device=device) if reference_path is not None else None
+    results, convention = [], ""
+    for source in text:
+        content = texts.read_text(source)
+        windows = token_windows(content.content, tokenizer.encode, window, stride, start, max_tokens)
+        _check_same_tokens(content.content, tokenizer, reference_path)
+        convention = windows.convention
+        report_windows = _staged(progress, f"evaluating {content.name}")
+        logits = base.logits if base is not None else None
+        results.append(evaluate_text(content.name, windows, candidate.logits, logits, batch_size, report_windows))
+    task_results = run_tasks(candidate.model, tokenizer, tasks, task_limit) if tasks else []
+    comparisons: list[TaskComparison] = []
+    if tasks and base is not None:
+        comparisons = compare_tasks(task_results, run_tasks(base.model, tokenizer, tasks, task_limit))
+    folder = candidate.checkpoint.folder
+    result = Report(
+        model=str(model),
+        reference=None if reference is None else str(reference),
+        texts=tuple(results),
+        layers=layer_errors(candidate.checkpoint, base.checkpoint, _staged(progress, "comparing layers"))
+        if base is not None
+        else (),
+        tasks=tuple(task_results),
+        task_comparisons=tuple(comparisons),
+        convention=f"{convention}; {_arithmetic(candidate, weights_only)}",
+        recipe=_recorded_recipe(path),
+        versions={name: version(name) for name in ("blockscale", "torch", "transformers")},
+        bytes=folder.num_bytes,
+        bits_per_parameter=bits_per_parameter(candidate.checkpoint),
+        date=datetime.date.today().isoformat(),
+    )
+    if report is not None:
+        write_report(result, report)
+    if max_kl is not None or max_perplexity_ratio is not None:
+        check_gates(result, max_kl, max_perplexity_ratio)
+    return result
+
+
+def _staged(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(stage, done, total)
+
+
+def _check_same_tokens(content: str, tokenizer: Any, reference_path: Path | None) -> None:
+    """Divergence means something only between models that see the same tokens."""
+    if reference_path is None:
+        return
+    sample = content[:2000]
+    if load_tokenizer(reference_path).encode(sample) != tokenizer.encode(sample):
+        raise UsageError(
+            "the model and its reference tokenize text differently", hint="give the model it was made from"
+        )
+
+
+def _arithmetic(hosted: HostedModel, weights_only: bool) -> str:
+    """How the figures were computed, for reports."""
+    dtype = "fp32" if hosted.device.type == "cpu" else str(hosted.checkpoint.dtype).removeprefix("torch.")
+    quantized = hosted.checkpoint.quantized
+    rounded = quantized is not None and any(linear.scheme.activation for linear in quantized.linears.values())
+    how = "activations rounded as the tensor core sees them" if rounded and not weights_only else "activations exact"
+    return f"{dtype} arithmetic, {how}"
+
+
+def _recorded_recipe(path: Path) -> str:
+    """The recipe that blockscale stored with a checkpoint; empty where another tool wrote it."""
+    file = path / "blockscale.json"
+    return str(read_json(file).get("recipe", "")) if file.is_file() else ""
+
+
+class LLM:
+    """A checkpoint ready to generate: `LLM("folder").generate(["2 + 2 ="], max_tokens=8)`.
+
+    Weights stay packed. `emulate_activations` rounds activations as the scheme says; by default only weights are
+    quantized, which is what GPUs without FP4 tensor cores compute.
+    """
+
+    def __init__(self, model: str | Path, *, device: str = "cpu", emulate_activations: bool = False) -> None:
+        check_device(device)
+        path = locate(model)
+        self.hosted = load_model(path, device=device, emulate_activations=emulate_activations)
+        self.tokenizer = load_tokenizer(path)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> list[Completion]:
+        """One completion a prompt, in order."""
+        sampling = Sampling(max_tokens, temperature, top_p, seed)
+        return [generate(self.hosted, self.tokenizer, self.tokenizer.encode(p), sampling) for p in prompts]
+
+    def stream(self, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> Completion:
+        """One completion, whose text goes to `write` as it comes."""
+        return generate(
+            self.hosted, self.tokenizer, self.tokenizer.encode(prompt), sampling, text_streamer(self.tokenizer, write)
+        )
+
+    def chat(
+        self, messages: Sequence[dict[str, str]], sampling: Sampling, write: Callable[[str], None] | None = None
+    ) -> Completion:
+        """The assistant's next turn, through the model's chat template; its text also goes to `write`."""
+        streamer = text_streamer(self.tokenizer, write) if write else None
+        return generate(self.hosted, self.tokenizer, chat_ids(self.tokenizer, messages), sampling, streamer)
+
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Report",
+    "Sampling",
+    "Summary",
+    "check_gates",
+    "demo_gguf",
+    "evaluate",
+    "fetch_demo",
+    "quantize",
+    "require_reference",
+]

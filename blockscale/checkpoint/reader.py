@@ -1,5 +1,6 @@
 """Any checkpoint this program reads, opened by its config: 16-bit, modelopt or compressed-tensors."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +62,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     taken |= {info.name for pair in quantized.kv_tensors.values() for info in pair}
     kept = {n: SourceTensor(n, i.dtype, i.shape, (i,)) for n, i in folder.tensors.items() if n not in taken}
     return Checkpoint(folder, quantized, kept)
+
+
+def bits_per_parameter(checkpoint: Checkpoint) -> float:
+    """Stored bits over the parameters they stand for; scales count as bits, not as parameters."""
+    count = sum(math.prod(tensor.shape) for tensor in checkpoint.kept.values())
+    if checkpoint.quantized is not None:
+        count += sum(math.prod(linear.shape) for linear in checkpoint.quantized.linears.values())
+    return 8 * checkpoint.folder.num_bytes / count

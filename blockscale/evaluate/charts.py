@@ -26,7 +26,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a bar from `start`, the baseline, to `end`, or a dot at `end`; whiskers where there is an interval."""
+    """One figure: a bar from `start`, the baseline, to `end`, or a dot at `end`, with whiskers for an interval."""
 
     series: str  # "candidate" or "reference"
     y: float
@@ -173,6 +173,6 @@ def layer_points(layers: Sequence[LayerError]) -> Points | None:
         )
     x_ticks = [Tick(x_at(x), f"{x:g}") for x in nice_ticks(0, max(last, 1), 8) if x <= last and x == int(x)]
     if has_outside:
-        x_ticks = [tick for tick in x_ticks if tick.at < x_at(outside) - 24] + [Tick(x_at(outside), "none")]
+        x_ticks = [tick for tick in x_ticks if tick.at < x_at(outside) - 30] + [Tick(x_at(outside), "outside")]
     y_ticks = tuple(Tick(y_at(y), f"{y:g}") for y in y_values)
     return Points(height, tuple(x_ticks), y_ticks, tuple(kinds), tuple(points), left=left)

@@ -35,6 +35,12 @@ def check_gates(report: Report, max_kl: float | None = None, max_perplexity_rati
         )
 
 
+def require_reference(has_reference: bool, max_kl: float | None, max_perplexity_ratio: float | None) -> None:
+    """UsageError, before any work, for limits that nothing could be held against."""
+    if not has_reference and (max_kl is not None or max_perplexity_ratio is not None):
+        raise UsageError("a limit needs a reference to compare with", hint="give the 16-bit model with --reference")
+
+
 def check_limit(what: str, limit: float, measured: list[tuple[str, Interval | None]]) -> None:
     """UsageError if the limit is no number or there is nothing it could be compared with."""
     if math.isnan(limit) or limit < 0:

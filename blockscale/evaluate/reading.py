@@ -45,7 +45,8 @@ def read_perplexity(report: Report) -> str:
     if ratio == 1:
         text = f"Perplexity is exactly the reference's {both}. "
     else:
-        text = f"Perplexity is {percent(abs(ratio - 1))} {'higher' if ratio > 1 else 'lower'} than the reference's {both}. "
+        way = "higher" if ratio > 1 else "lower"
+        text = f"Perplexity is {percent(abs(ratio - 1))} {way} than the reference's {both}. "
     if clear:
         text += f"On {listed(clear)} the difference is larger than chance explains. "
     if unclear:
@@ -58,7 +59,7 @@ def read_divergence(report: Report) -> str:
     if kl is None or not math.isfinite(kl):
         return ""
     worst = [t.kl_p99 for t in report.texts if t.kl_p99 is not None and math.isfinite(t.kl_p99)]
-    text = f"The KL divergence is {kl:.4g} nats a token: a text that the reference itself writes looks "
+    text = f"The KL divergence is {kl:.3g} nats a token: a text that the reference itself writes looks "
     text += f"{percent(-math.expm1(-kl))} less likely to this model, token for token."
     if worst:
         text += f" One token in a hundred diverges by more than {max(worst):.3g} nats."

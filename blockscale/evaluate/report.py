@@ -45,11 +45,11 @@ def percentage(x: float | None) -> str:
     return "–" if x is None else f"{100 * x:.2f} %" if math.isfinite(x) else "not finite"
 
 
-def limits(interval: Interval | None, scale: float = 1.0) -> str:
+def limits(interval: Interval | None, digits: int = 4, scale: float = 1.0) -> str:
     """`9.8 to 10.4`, or nothing where no interval is known."""
     if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
         return ""
-    return f"{number(interval.low * scale)} to {number(interval.high * scale)}"
+    return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
 
 
 def size(num_bytes: int | None) -> str:
@@ -93,7 +93,7 @@ def render_report(report: Report) -> str:
         reading=reading(report),
         perplexities=perplexity_bars(report),
         ratios=bars(ratios, number, baseline=1.0),
-        divergences=bars(divergences, number),
+        divergences=bars(divergences, lambda x: number(x, 3)),
         layer_plot=layer_points(report.layers),
         layers=shown_layers(report.layers),
         marks=MARKS,

@@ -7,7 +7,8 @@ reseeds the process's random generators and asks the hub about the model.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,25 @@ def load_local(path: Path, task_manager: Any) -> dict[str, Any]:
     names = list(manager.all_subtasks) if path.is_dir() else [str(path.resolve())]
     if not names:
         raise UsageError(f"{path} holds no lm-eval task", hint="a task is a .yaml file with a `task:` entry")
-    try:
-        with contextlib.chdir(folder):
-            part: dict[str, Any] = manager.load(names)
-    except FileNotFoundError:
-        part = manager.load(names)
+    with uncounted():
+        try:
+            with contextlib.chdir(folder):
+                part: dict[str, Any] = manager.load(names)
+        except FileNotFoundError:
+            part = manager.load(names)
     return part
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Keeps `datasets` from reporting the load to its download counter, which it does for local files as well."""
+    config = importlib.import_module("datasets.config")
+    before = config.HF_UPDATE_DOWNLOAD_COUNTS
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        config.HF_UPDATE_DOWNLOAD_COUNTS = before
 
 
 def task_result(name: str, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> TaskResult:

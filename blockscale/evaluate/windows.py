@@ -50,17 +50,19 @@ def special_tokens(encode: Callable[[str], Sequence[int]]) -> tuple[list[int], l
 
 
 def describe(window: int, stride: int, has_bos: bool, start: float, max_tokens: int | None) -> str:
-    """The convention as a sentence, for reports."""
+    """The convention in sentences, for reports."""
     overlap = "without overlap" if stride == window else f"every {stride} tokens, the last {stride} of each scored"
     amount = "all tokens" if max_tokens is None else f"at most {max_tokens} tokens"
-    where = f" from {start:.0%} into the text" if start else ""
+    where = f" from {100 * start:g} % into the text" if start else ""
     bos = (
-        "the beginning-of-sequence token in front of each is not scored"
+        "The beginning-of-sequence token in front of each is not scored."
         if has_bos
-        else "no beginning-of-sequence token, so that a token without context is not scored"
+        else "The tokenizer adds no beginning-of-sequence token, so a token without context is not scored."
     )
-    cut = f"windows of {window} tokens {overlap}, {amount}{where}"
-    return f"{cut}; {bos}; perplexity is exp of the mean negative log-likelihood per scored token"
+    return (
+        f"Windows of {window} tokens {overlap}, {amount}{where}. {bos} "
+        "Perplexity is exp of the mean negative log-likelihood of the scored tokens."
+    )
 
 
 def token_windows(

@@ -48,6 +48,10 @@ class LayerRecord:
     sqnr_db: float | None
     input_amax: float | None
 
+    @property
+    def scheme(self) -> str:
+        return f"{self.format} (activations {self.activation or '16-bit'})"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -61,6 +65,22 @@ class Summary:
     layers: Mapping[str, LayerRecord]
     kept: Mapping[str, str]
     notices: tuple[str, ...]
+
+    @property
+    def formats(self) -> list[str]:
+        """What the linears are stored as, each once."""
+        return list(dict.fromkeys(layer.scheme for layer in self.layers.values()))
+
+    @property
+    def worst_layers(self) -> list[tuple[str, float]]:
+        """The three linears with the least SQNR, in dB."""
+        known = [(name, layer.sqnr_db) for name, layer in self.layers.items() if layer.sqnr_db is not None]
+        return sorted(known, key=lambda pair: pair[1])[:3]
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        layers = {name: vars(layer) for name, layer in self.layers.items()}
+        return {**vars(self), "out": str(self.out), "layers": layers}
 
 
 def job_digest(source: Source, recipe: Recipe, calibration: str) -> str:

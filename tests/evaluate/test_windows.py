@@ -93,7 +93,7 @@ def test_every_token_is_scored_at_most_once_and_only_first_ones_never(n, window,
 def test_start_is_a_fraction_of_the_characters_and_max_tokens_an_exact_count() -> None:
     cut = token_windows(numbered(100), plain, window=8, start=0.3, max_tokens=20)
     assert torch.cat([w.ids for w in cut.windows]).tolist() == list(range(30, 50))
-    assert "30%" in cut.convention
+    assert "30 %" in cut.convention
     assert "20 tokens" in cut.convention
 
 

@@ -1,0 +1,69 @@
+"""`blockscale VERB ...`: finds the verb, and turns every expected failure into `error:` and `hint:` lines."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from blockscale.cli import chat, demo, evaluate, generate, quantize
+from blockscale.errors import BlockscaleError
+
+VERBS = {module.NAME: module for module in (quantize, evaluate, generate, chat, demo)}
+
+_INTERRUPTED = (
+    "interrupted",
+    "nothing half-written is left; `quantize` goes on from finished work when run again with --resume",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with this program's way of saying what is wrong."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        _fail(message, f"{self.prog} --help")
+        raise SystemExit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="blockscale",
+        description="Language models in NVFP4: quantize, prove what it cost, write checkpoints for every engine.",
+    )
+    parser.add_argument("--version", action="version", version=f"blockscale {version('blockscale')}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    for module in VERBS.values():
+        own = verbs.add_parser(
+            module.NAME,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(own)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 a check that was asked for failed, 2 usage or bad input."""
+    args = build_parser().parse_args(argv)
+    try:
+        VERBS[args.verb].run(args)
+    except BlockscaleError as error:
+        _fail(str(error), error.hint)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _fail(*_INTERRUPTED)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone, `blockscale ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _fail(message: str, hint: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
