@@ -123,7 +123,7 @@ def evaluate(
     window: int = 512,
     stride: int | None = None,
     start: float = 0.0,
-    max_tokens: int | None = 20_000,
+    max_tokens: int | None = 20_480,
     task_limit: int | None = None,
     batch_size: int = 4,
     weights_only: bool = False,

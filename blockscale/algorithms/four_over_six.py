@@ -15,9 +15,10 @@ from blockscale.formats.nvfp4 import block_amax, block_scale_from_amax
 def four_or_six_block_scale(x: Tensor, global_scale: Tensor, block_size: int = 16) -> Tensor:
     """float8_e4m3fn [..., K/block_size] for x [..., K]; 6 where the squared errors are equal."""
     amax = block_amax(x, block_size)
-    magnitude = x.float().abs().unflatten(-1, (-1, block_size))
+    # in units of the global scale, or the squares of very small or large weights would leave fp32
+    magnitude = (x.float().abs() / global_scale).unflatten(-1, (-1, block_size))
     six = block_scale_from_amax(amax, global_scale)
     four = torch.where(amax == 0, six.float(), block_scale_from_amax(amax.float() * 1.5, global_scale).float())
-    error_six = block_squared_error(magnitude, six.float() * global_scale)
-    error_four = block_squared_error(magnitude, four * global_scale)
+    error_six = block_squared_error(magnitude, six.float())
+    error_four = block_squared_error(magnitude, four)
     return torch.where(error_four < error_six, four, six.float()).to(torch.float8_e4m3fn)

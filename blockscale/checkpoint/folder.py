@@ -1,7 +1,7 @@
 """A model folder as it lies on disk: config, tensors by name, and the files that travel along."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ from blockscale.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Weights in other containers, and what this program writes itself, do not travel with a quantized model.
-_NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+_NOT_COPIED = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf"),
+    *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
+)
+_OTHER_COPY = "consolidated*"  # Mistral's own container of the same weights, under other names
 _NOT_COPIED_NAMES = ("config.json", "hf_quant_config.json", "blockscale.json", "recipe.yaml", "quant_cfg.json")
 
 
@@ -46,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not valid JSON: {e}", hint="download the file again") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object", hint="download the file again")
@@ -56,13 +60,32 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json", hint="this is not a Hugging Face model folder")
-    return read_json(path / "config.json")
+    config = read_json(path / "config.json")
+    for key in ("quantization_config", "text_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise CheckpointError(f"{path / 'config.json'}: {key} is no JSON object", hint="download the file again")
+    return config
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+    files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith(".")]
     if (path / INDEX_NAME).is_file():
-        return _read_indexed(path)
-    files = [path / SINGLE_NAME] if (path / SINGLE_NAME).is_file() else sorted(path.glob("*.safetensors"))
+        tensors = _read_indexed(path)
+    else:
+        tensors = _read_unindexed(path, [path / SINGLE_NAME] if path / SINGLE_NAME in files else files)
+    read = {info.path for info in tensors.values()}
+    for file in files:
+        if file not in read and not file.match(_OTHER_COPY):
+            lost = [name for name in read_header(file) if name not in tensors]
+            if lost:
+                raise CheckpointError(
+                    f"{file}: holds {len(lost)} tensors that would be left out, first '{lost[0]}'",
+                    hint=f"list them in {INDEX_NAME}, or move the file away if the model does not need it",
+                )
+    return tensors
+
+
+def _read_unindexed(path: Path, files: Sequence[Path]) -> dict[str, TensorInfo]:
     if not files:
         others = [p.name for p in path.glob("*.bin")]
         hint = "convert the .bin files to safetensors first" if others else "the weights are not in this folder"
@@ -81,6 +104,9 @@ def _read_indexed(path: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(path / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX_NAME}: no weight_map", hint="download the index again")
+    for file_name in weight_map.values():
+        if not isinstance(file_name, str) or Path(file_name).is_absolute() or ".." in Path(file_name).parts:
+            raise CheckpointError(f"{path / INDEX_NAME}: {file_name!r} is no file of this folder")
     tensors, unlisted = {}, []
     for file_name in dict.fromkeys(weight_map.values()):
         if not (path / file_name).is_file():

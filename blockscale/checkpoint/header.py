@@ -6,9 +6,10 @@ Source: the safetensors format description, github.com/huggingface/safetensors.
 """
 
 import json
+import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
+_MAX_SIZE = 2**63 - 1
+_CHUNK_BYTES = 16 << 20
+_DOWNLOAD = "download it again"
 _READ_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -54,37 +58,51 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file. CheckpointError for a truncated, malformed or unknown-dtype file."""
+    """Every tensor of a safetensors file, in storage order.
+
+    CheckpointError for what the reference implementation refuses: a truncated or malformed header, an unknown dtype,
+    data that overlap, leave a hole or do not fill the file.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if length > min(size - 8, _MAX_HEADER_BYTES):
+            if length > _MAX_HEADER_BYTES:
+                raise _no_safetensors(path, f"its header would be {length} bytes long")
+            if length > size - 8:
                 raise _truncated(path, f"its header needs {length + 8} bytes, the file has {size}")
-            entries = json.loads(file.read(length))
+            entries = json.loads(file.read(length).decode())
     except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise CheckpointError(
-            f"{path}: not a safetensors file (its header is no JSON)", hint="download it again"
-        ) from e
+        raise _unreadable(path, e) from e
+    except (ValueError, RecursionError) as e:
+        raise _no_safetensors(path, "its header is no JSON") from e
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: not a safetensors file (its header is no table)", hint="download it again")
-    return {
-        name: _tensor_info(path, name, entry, 8 + length, size)
-        for name, entry in entries.items()
-        if name != "__metadata__"
-    }
+        raise _no_safetensors(path, "its header is no table")
+    entries.pop("__metadata__", None)
+    infos = [_tensor_info(path, name, entry, 8 + length, size) for name, entry in entries.items()]
+    infos.sort(key=lambda info: (info.offset, info.num_bytes))
+    position = 8 + length
+    for info in infos:
+        if info.offset != position:
+            raise CheckpointError(
+                f"{path}: '{info.name}' begins at byte {info.offset}, but what lies before it ends at {position}",
+                hint=_DOWNLOAD,
+            )
+        position += info.num_bytes
+    if position != size:
+        raise CheckpointError(f"{path}: {size - position} bytes after the last tensor", hint=_DOWNLOAD)
+    return {info.name: info for info in infos}
 
 
 def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: int, file_size: int) -> TensorInfo:
     try:
         dtype_name = str(entry["dtype"])
-        shape = tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
+        shape = tuple(_size(n) for n in entry["shape"])
+        begin, end = (_size(n) for n in entry["data_offsets"])
+        _size(math.prod(n for n in shape if n))  # torch cannot hold more, not even of an empty tensor
     except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint="download the file again") from e
+        raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint=_DOWNLOAD) from e
     if dtype_name not in DTYPES:
         raise CheckpointError(
             f"{path}: tensor '{name}' has unknown dtype {dtype_name}", hint="known dtypes: " + ", ".join(DTYPES)
@@ -93,11 +111,28 @@ def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: in
     num_bytes = dtype.itemsize
     for n in shape:
         num_bytes *= n
-    if begin < 0 or end - begin != num_bytes:
-        raise CheckpointError(f"{path}: '{name}' {list(shape)} {dtype_name} cannot fill {end - begin} bytes")
+    if end - begin != num_bytes:
+        raise CheckpointError(
+            f"{path}: '{name}' {list(shape)} {dtype_name} cannot fill {end - begin} bytes", hint=_DOWNLOAD
+        )
     if data_start + end > file_size:
         raise _truncated(path, f"'{name}' ends at byte {data_start + end}, the file at {file_size}")
     return TensorInfo(name, dtype, shape, path, data_start + begin, num_bytes)
+
+
+def _size(value: object) -> int:
+    """A dimension or offset: a JSON integer that is not negative and fits 63 bits."""
+    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+        raise ValueError(f"not a size: {value!r}")
+    return value
+
+
+def _no_safetensors(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: not a safetensors file ({why})", hint=_DOWNLOAD)
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read: {error.strerror}", hint="check the path and its rights")
 
 
 def _truncated(path: Path, what: str) -> CheckpointError:
@@ -108,16 +143,34 @@ def read_tensor(info: TensorInfo) -> Tensor:
     """The whole tensor, on the CPU."""
     buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-    with info.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < info.num_bytes:
-            got = os.preadv(file.fileno(), [view[done : done + _READ_BYTES]], info.offset + done)
-            if got == 0:
-                raise _truncated(info.path, f"it ended while '{info.name}' was read")
-            done += got
+    try:
+        with info.path.open("rb", buffering=0) as file:
+            done = 0
+            while done < info.num_bytes:
+                got = os.preadv(file.fileno(), [view[done : done + _READ_BYTES]], info.offset + done)
+                if got == 0:
+                    raise _truncated(info.path, f"it ended while '{info.name}' was read")
+                done += got
+    except OSError as e:
+        raise _unreadable(info.path, e) from e
     if not info.num_bytes:
         return torch.empty(info.shape, dtype=info.dtype)
     return buffer.view(info.dtype).view(info.shape)
+
+
+def read_chunks(info: TensorInfo) -> Iterator[bytes]:
+    """The tensor's bytes, a piece at a time."""
+    try:
+        with info.path.open("rb", buffering=0) as file:
+            done = 0
+            while done < info.num_bytes:
+                chunk = os.pread(file.fileno(), min(_CHUNK_BYTES, info.num_bytes - done), info.offset + done)
+                if not chunk:
+                    raise _truncated(info.path, f"it ended while '{info.name}' was read")
+                yield chunk
+                done += len(chunk)
+    except OSError as e:
+        raise _unreadable(info.path, e) from e
 
 
 def header_bytes(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:

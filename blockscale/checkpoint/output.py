@@ -7,7 +7,7 @@ tensor's place, so tensors may arrive in any order and none is held. Work goes o
                   journal      a line of JSON per finished unit of work, appended after its bytes were written
                   checkpoint/  the folder itself, renamed to NAME at the end
 
-A killed process leaves `.NAME.partial` behind, from which the same job resumes.
+A killed process leaves `.NAME.partial` behind, from which the same job resumes. The process at work holds a lock on it.
 """
 
 import errno
@@ -15,21 +15,21 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from blockscale.checkpoint.folder import INDEX_NAME, SINGLE_NAME
-from blockscale.checkpoint.header import TensorInfo, header_bytes, read_header
+from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
 from blockscale.errors import OutputError
 
 MAX_SHARD_BYTES = 5_000_000_000
-_COPY_BYTES = 16 << 20
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -50,8 +50,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def check_absent(out: Path) -> None:
-    """OutputError unless `out` is absent (or an empty folder) and its parent can take it."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    """OutputError unless `out` is absent or an empty folder."""
+    with disk_errors(out):
+        is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+    if not is_free:
         raise OutputError(f"{out} exists already", hint="choose another name or remove it first")
 
 
@@ -72,7 +74,7 @@ class OutputFolder:
     def __init__(self, out: Path, layout: Layout, job: str, *, resume: bool, max_shard_bytes: int = MAX_SHARD_BYTES):
         """`layout`: every tensor in storage order. `job`: digest of what determines the bytes."""
         check_absent(out)
-        self.out = out
+        self.out = out = Path(os.path.abspath(out))
         self.work = partial_path(out)
         self._checkpoint = self.work / "checkpoint"
         self._journal_path = self.work / "journal"
@@ -84,24 +86,35 @@ class OutputFolder:
             for name, offset in s.offsets.items()
         }
         self.done: dict[str, Any] = {}
+        self.was_resumed = False
+        self._unwritten = set(self._places)
+        self._unjournalled: list[str] = []
+        self._bookkeeping = threading.Lock()
+        self._journal: BinaryIO
+        self._is_finished = False
         with disk_errors(out):
-            self._start(job, resume)
+            self._lock = _lock_folder(self.work, out)
+            try:
+                check_absent(out)  # another process may have finished it before the lock was free
+                self._start(job, resume)
+            except BaseException:
+                if not self.was_resumed:
+                    _remove(self.work)
+                os.close(self._lock)
+                raise
 
     def _start(self, job: str, resume: bool) -> None:
         plan = self.work / "plan"
-        if self.work.exists() and not (resume and plan.is_file() and plan.read_text() == job):
-            shutil.rmtree(self.work)
-        self.was_resumed = self.work.exists()
-        self._checkpoint.mkdir(parents=True, exist_ok=True)
-        self._journal = self._journal_path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise OutputError(f"{self.out} is being written by another process", hint="wait for it") from e
-        if self.was_resumed:
-            self._journal.seek(0)
-            self.done = dict(_read_journal(self._journal.read()))
+        if resume and plan.is_file() and plan.read_bytes() == job.encode() and self._has_shards():
+            self.was_resumed = True
+            self._journal = self._journal_path.open("r+b")
+            for unit, record, names in _read_journal(self._journal):
+                self.done[unit] = record
+                self._unwritten.difference_update(names)
             return
+        _clear(self.work)
+        self._checkpoint.mkdir()
+        self._journal = self._journal_path.open("wb")
         free = shutil.disk_usage(self.work).free
         if free < self.num_bytes:
             raise OutputError(
@@ -112,18 +125,28 @@ class OutputFolder:
             path = self._checkpoint / shard.name
             path.write_bytes(shard.header)
             os.truncate(path, len(shard.header) + shard.data_bytes)
-        plan.write_text(job)
+        plan.write_bytes(job.encode())  # last: whatever is killed before this starts anew
+
+    def _has_shards(self) -> bool:
+        """Whether every file is there, with the header and the length that the layout asks for."""
+        for shard in self._shards:
+            path = self._checkpoint / shard.name
+            if not path.is_file() or path.stat().st_size != len(shard.header) + shard.data_bytes:
+                return False
+            with path.open("rb") as file:
+                if file.read(len(shard.header)) != shard.header:
+                    return False
+        return self._journal_path.is_file()
 
     def __enter__(self) -> "OutputFolder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._journal.close()
-        if kind is None:
-            return
-        is_interruption = not issubclass(kind, Exception)
-        if not (is_interruption and self.has_progress):
-            shutil.rmtree(self.work, ignore_errors=True)
+        is_interruption = kind is not None and not issubclass(kind, Exception)
+        if kind is not None and not self._is_finished and not (is_interruption and self.has_progress):
+            _remove(self.work)
+        os.close(self._lock)
 
     @property
     def has_progress(self) -> bool:
@@ -143,6 +166,7 @@ class OutputFolder:
                 f"{tensor.dtype} {list(tensor.shape)}",
                 hint="this is a fault of blockscale; please report it with the model's config",
             )
+        self._note(name)
         if not tensor.numel():
             return
         data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -153,22 +177,24 @@ class OutputFolder:
         """Puts a stored tensor in its place byte for byte, without holding it."""
         place = self._places[name]
         assert (source.dtype, source.shape) == (place.dtype, place.shape), name
-        with source.path.open("rb", buffering=0) as reader, place.path.open("r+b", buffering=0) as writer:
-            done = 0
-            while done < source.num_bytes:
-                chunk = os.pread(reader.fileno(), min(_COPY_BYTES, source.num_bytes - done), source.offset + done)
-                if not chunk:
-                    raise OutputError(
-                        f"{source.path} shrank while '{name}' was copied", hint="do not change the source"
-                    )
-                with disk_errors(self.out):
-                    _pwrite_all(writer.fileno(), memoryview(chunk), place.offset + done)
-                done += len(chunk)
+        self._note(name)
+        with disk_errors(self.out), place.path.open("r+b", buffering=0) as writer:
+            offset = place.offset
+            for chunk in read_chunks(source):
+                _pwrite_all(writer.fileno(), memoryview(chunk), offset)
+                offset += len(chunk)
+
+    def _note(self, name: str) -> None:
+        with self._bookkeeping:
+            self._unwritten.discard(name)
+            self._unjournalled.append(name)
 
     def mark_done(self, unit: str, record: object = None) -> None:
         """Journals a unit of work whose tensors are all written; `record` (JSON) comes back after a resume."""
+        with self._bookkeeping:  # with the names of other units' tensors too: those are written again if need be
+            names, self._unjournalled = self._unjournalled, []
         with disk_errors(self.out):
-            self._journal.write(json.dumps([unit, record]) + "\n")
+            self._journal.write(json.dumps([unit, record, names]).encode() + b"\n")
             self._journal.flush()
         self.done[unit] = record
 
@@ -178,7 +204,16 @@ class OutputFolder:
         companions: Sequence[Path] = (),
         check: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """Writes index and side files, lets `check` look at the folder as a reader would, and renames it."""
+        """Writes index and side files, lets `check` look at the folder as a reader would, and renames it.
+
+        OutputError if a tensor of the layout was never written.
+        """
+        if self._unwritten:
+            raise OutputError(
+                f"{self.out}: {len(self._unwritten)} tensors were planned and never written, "
+                f"first '{min(self._unwritten)}'",
+                hint="this is a fault of blockscale; please report it with the model's config",
+            )
         weight_map, total = {}, 0
         for shard in self._shards:
             written = read_header(self._checkpoint / shard.name)
@@ -196,7 +231,8 @@ class OutputFolder:
         check(self._checkpoint)
         with disk_errors(self.out):
             os.replace(self._checkpoint, self.out)
-            shutil.rmtree(self.work, ignore_errors=True)
+        self._is_finished = True
+        _remove(self.work)
 
 
 @dataclass(frozen=True)
@@ -227,12 +263,51 @@ def _split(layout: Layout, max_shard_bytes: int) -> list[_Shard]:
     return shards
 
 
-def _read_journal(text: str) -> Iterator[tuple[str, Any]]:
-    """Finished units; a last line cut short by a kill is not one."""
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            unit, record = json.loads(line)
-            yield unit, record
+def _read_journal(file: BinaryIO) -> Iterator[tuple[str, Any, list[str]]]:
+    """Finished units. What follows the last whole line (one cut short by a kill) is cut off before more is appended."""
+    end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            unit, record, names = json.loads(line)
+        except (ValueError, TypeError):
+            break
+        end += len(line)
+        yield unit, record, names
+    file.seek(end)
+    file.truncate()
+
+
+def _lock_folder(path: Path, out: Path) -> int:
+    """Makes the folder and locks it until the descriptor is closed; OutputError if another process holds it."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError as e:
+            os.close(descriptor)
+            raise OutputError(f"{out} is being written by another process", hint="wait for it") from e
+        os.close(descriptor)  # its last owner removed the folder before it let go of the lock
+
+
+def _clear(work: Path) -> None:
+    """Empties the folder, the plan first: without it nothing that is left can be taken for work done."""
+    (work / "plan").unlink(missing_ok=True)
+    for entry in work.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _remove(work: Path) -> None:
+    with suppress(OSError):
+        _clear(work)
+        work.rmdir()
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -75,9 +75,11 @@ def view_as_16bit(folder: Folder) -> Source:
         "mxfp4": _mxfp4,
     }
     if method not in views:
+        is_ours = method in ("modelopt", "compressed-tensors")
         raise CheckpointError(
             f"{folder.path} is already quantized ({method})",
-            hint="quantize from the 16-bit model, or bring this one back with `blockscale convert ... --to bf16`",
+            hint="quantize from the 16-bit model"
+            + (", or bring this one back with `blockscale convert ... --to bf16`" if is_ours else ""),
         )
     tensors = views[method](folder)
     used = [info.name for t in tensors.values() for info in t.stored]
@@ -90,9 +92,13 @@ def _as_itself(info: TensorInfo) -> SourceTensor:
     return SourceTensor(info.name, info.dtype, info.shape, (info,))
 
 
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+_PACKED_NAMES = (".weight", "_packed", "_blocks")
+
+
 def _plain(folder: Folder) -> dict[str, SourceTensor]:
     for info in folder.tensors.values():
-        if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and info.name.endswith(_PACKED_NAMES)):
             raise CheckpointError(
                 f"{folder.path}: '{info.name}' is {info.dtype}, but config.json names no quantization",
                 hint="without its scales' meaning it cannot be read; restore quantization_config in config.json",
@@ -111,12 +117,13 @@ def _fp8_block(folder: Folder) -> dict[str, SourceTensor]:
     tensors = {}
     for name, info in folder.tensors.items():
         if name.endswith("_scale_inv"):
-            if name.removesuffix("_scale_inv") not in folder.tensors:
-                raise CheckpointError(f"{folder.path}: '{name}' is a scale without a weight")
-        elif info.dtype == torch.float8_e4m3fn:
+            weight = folder.tensors.get(name.removesuffix("_scale_inv"))
+            if weight is None or weight.dtype not in _FLOAT8:
+                raise CheckpointError(f"{folder.path}: '{name}' is a scale without an FP8 weight")
+        elif info.dtype in _FLOAT8:
             scale = folder.tensors.get(f"{name}_scale_inv")
-            if scale is None:
-                raise CheckpointError(f"{folder.path}: FP8 weight '{name}' has no {name}_scale_inv")
+            if scale is None or len(info.shape) != 2:
+                raise CheckpointError(f"{folder.path}: FP8 weight '{name}' {list(info.shape)} has no {name}_scale_inv")
             tiles = tuple(-(-n // 128) for n in info.shape)
             if scale.shape != tiles:
                 raise CheckpointError(f"{folder.path}: '{scale.name}' is {list(scale.shape)}, expected {list(tiles)}")
@@ -138,8 +145,10 @@ def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:
         if name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
             scales = folder.tensors.get(f"{stem}_scales")
-            if scales is None or scales.shape != info.shape[:-1] or len(info.shape) != 4:
-                raise CheckpointError(f"{folder.path}: '{name}' has no matching {stem}_scales")
+            if scales is None or scales.shape != info.shape[:-1] or len(info.shape) != 4 or info.shape[-1] != 16:
+                raise CheckpointError(f"{folder.path}: '{name}' {list(info.shape)} has no matching {stem}_scales")
+            if (info.dtype, scales.dtype) != (torch.uint8, torch.uint8) or stem in folder.tensors:
+                raise CheckpointError(f"{folder.path}: '{name}' and '{scales.name}' are not MXFP4 as uint8 pairs")
             experts, rows, num_blocks, half = info.shape
             shape = (experts, num_blocks * half * 2, rows)
             tensors[stem] = SourceTensor(stem, torch.bfloat16, shape, (info, scales), _decode_mxfp4)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens a window (512)")
     parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window (the window: no overlap)")
     parser.add_argument("--start", type=float, default=0.0, metavar="F", help="where in a text to begin, 0 to 1 (0)")
-    parser.add_argument("--max-tokens", type=int, default=20_000, metavar="N", help="tokens of each text (20000)")
+    parser.add_argument("--max-tokens", type=int, default=20_480, metavar="N", help="tokens of each text (20480)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows at once (4)")
     parser.add_argument("--weights-only", action="store_true", help="leave activations and KV cache in 16 bits")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")

@@ -99,7 +99,7 @@ def load_local(path: Path, task_manager: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Keeps `datasets` from reporting the load to its download counter, which it does for local files as well."""
-    config = importlib.import_module("datasets.config")
+    config: Any = importlib.import_module("datasets.config")
     before = config.HF_UPDATE_DOWNLOAD_COUNTS
     config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:

@@ -16,11 +16,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, check_roles
+from blockscale.checkpoint.dialects.stored import (
+    StoredLinear,
+    StoredModel,
+    check_no_loose_parts,
+    check_roles,
+    pair_kv_scales,
+)
 from blockscale.checkpoint.folder import Folder
-from blockscale.checkpoint.header import TensorInfo
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, Format, Granularity
@@ -46,6 +52,7 @@ _CONTAINER = {
     FP8: "float-quantized",
     FP8_CHANNEL: "float-quantized",
 }
+_LOOSE = ("weight_packed", "weight_global_scale", "input_global_scale", "input_scale")
 
 
 # ---------------------------------------------------------------- reading
@@ -54,7 +61,7 @@ _CONTAINER = {
 def read_model(folder: Folder) -> StoredModel:
     """The quantized linears of a compressed-tensors folder. CheckpointError where config and tensors disagree."""
     config = folder.config["quantization_config"]
-    groups = [(group.get("targets") or [], _group_scheme(group)) for group in config["config_groups"].values()]
+    groups = _groups(folder, config)
     linears = {}
     for name in folder.tensors:
         if not name.endswith(".weight_scale"):
@@ -66,8 +73,27 @@ def read_model(folder: Folder) -> StoredModel:
         linears[module] = check_roles(_stored_linear(folder, module, scheme))
     if not linears:
         raise CheckpointError(f"{folder.path}: config names {len(groups)} groups, but no tensor has scales")
-    kv_format = "fp8" if config.get("kv_cache_scheme") else None
-    return StoredModel("compressed-tensors", linears, _kv_tensors(folder), kv_format)
+    check_no_loose_parts(linears, folder.tensors, _LOOSE)
+    kv_tensors = pair_kv_scales(folder.tensors, ".k_scale", ".v_scale")
+    return StoredModel("compressed-tensors", linears, kv_tensors, _kv_format(config.get("kv_cache_scheme")))
+
+
+def _groups(folder: Folder, config: Mapping[str, Any]) -> list[tuple[Sequence[str], Scheme]]:
+    groups = config.get("config_groups")
+    try:
+        # groups without weights are about attention
+        found = [(g.get("targets") or [], _group_scheme(g)) for g in (groups or {}).values() if g.get("weights")]
+    except (AttributeError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{folder.path}: a malformed config group: {json.dumps(groups)}") from e
+    if not found:
+        raise CheckpointError(f"{folder.path}: quantization_config has no config_groups with weights")
+    return found
+
+
+def _kv_format(scheme: Mapping[str, Any] | None) -> str | None:
+    if scheme and (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+        raise CheckpointError(f"a KV cache is not read: {json.dumps(scheme)}", hint="known: FP8")
+    return "fp8" if scheme else None
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Scheme:
@@ -75,6 +101,8 @@ def _group_scheme(group: Mapping[str, Any]) -> Scheme:
     weight = _WEIGHTS.get((weights["num_bits"], weights["strategy"]))
     activation = _ACTIVATIONS.get((activations["num_bits"], activations["strategy"])) if activations else None
     is_known = weights["type"] == "float" and weight is not None and (activation is not None or not activations)
+    # an FP8 scale per tensor that is found at run time has no name here
+    is_known = is_known and not (activations and activation is FP8 and activations.get("dynamic"))
     if not is_known or weight is None:
         what = {"weights": weights, "input_activations": activations}
         raise CheckpointError(f"a config group is not read: {json.dumps(what)}", hint="known: NVFP4, MXFP4, FP8")
@@ -84,17 +112,20 @@ def _group_scheme(group: Mapping[str, Any]) -> Scheme:
 
 
 def _match(module: str, groups: Sequence[tuple[Sequence[str], Scheme]]) -> Scheme | None:
-    """Exact names first, then `re:` patterns (anchored at the start), then class names, which fit any linear."""
+    """Exact names first, then `re:` patterns (anchored at the start) in lexicographic order, then class names."""
 
     def rank(target: str) -> int | None:
         if target == module:
             return 0
         if target.startswith("re:"):
-            return 1 if re.match(target[3:], module) else None
-        return 2 if "." not in target and target[:1].isupper() else None
+            try:
+                return 1 if re.match(target[3:], module) else None
+            except re.error as e:
+                raise CheckpointError(f"a config group's target '{target}' is no regular expression: {e}") from e
+        return 2 if target.endswith("Linear") and "." not in target else None
 
-    found = [(r, scheme) for targets, scheme in groups for t in targets if (r := rank(t)) is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    found = [(r, t, scheme) for targets, scheme in groups for t in targets if (r := rank(t)) is not None]
+    return min(found, key=lambda match: match[:2])[2] if found else None
 
 
 def _stored_linear(folder: Folder, module: str, scheme: Scheme) -> StoredLinear:
@@ -107,18 +138,7 @@ def _stored_linear(folder: Folder, module: str, scheme: Scheme) -> StoredLinear:
     tensors = {
         role: folder.tensors[f"{module}.{name}"] for role, name in names.items() if f"{module}.{name}" in folder.tensors
     }
-    return StoredLinear(module, scheme, tensors, has_divisors=scheme.weight.has_global_scale)
-
-
-def _kv_tensors(folder: Folder) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    found = {}
-    for name, info in folder.tensors.items():
-        if name.endswith(".k_scale"):
-            attention = name.removesuffix(".k_scale")
-            if f"{attention}.v_scale" not in folder.tensors:
-                raise CheckpointError(f"{attention}: a key scale without a value scale")
-            found[attention] = (info, folder.tensors[f"{attention}.v_scale"])
-    return found
+    return StoredLinear(module, scheme, tensors, has_divisors=True)
 
 
 # ---------------------------------------------------------------- writing
@@ -127,7 +147,8 @@ def _kv_tensors(folder: Folder) -> dict[str, tuple[TensorInfo, TensorInfo]]:
 def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
     weight, scheme = linear.weight, linear.scheme
-    if weight.format not in _CONTAINER or (scheme.activation and scheme.activation not in _STRATEGY):
+    is_refused = weight.format is NVFP4 and scheme.activation not in (None, NVFP4)  # by engines
+    if is_refused or weight.format not in _CONTAINER or (scheme.activation and scheme.activation not in _STRATEGY):
         raise CheckpointError(f"{name}: compressed-tensors cannot hold {scheme.name}", hint="use --dialect modelopt")
     if len(weight.shape) != 2 or linear.pre_quant_scale is not None:
         what = "a pre_quant_scale" if linear.pre_quant_scale is not None else f"a stack {list(weight.shape)}"
@@ -138,12 +159,23 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
         "weight_scale": weight.block_scale.reshape(1) if is_tensor else weight.block_scale,
     }
     if weight.global_scale is not None:
-        stored["weight_global_scale"] = weight.global_scale.reciprocal().reshape(1)
+        stored["weight_global_scale"] = _divisor(name, weight.global_scale)
     if linear.input_global_scale is not None:
-        scale = linear.input_global_scale.reshape(1)
-        is_divisor = scheme.activation is NVFP4
-        stored["input_global_scale" if is_divisor else "input_scale"] = scale.reciprocal() if is_divisor else scale
+        if scheme.activation is NVFP4:
+            stored["input_global_scale"] = _divisor(name, linear.input_global_scale)
+        else:
+            stored["input_scale"] = linear.input_global_scale.reshape(1)
     return {f"{name}.{key}": tensor for key, tensor in stored.items()}
+
+
+def _divisor(name: str, scale: Tensor) -> Tensor:
+    divisor = scale.reciprocal().reshape(1)
+    if not divisor.is_meta and not torch.isfinite(divisor).all():
+        raise CheckpointError(
+            f"{name}: the global scale {scale.item()} has no finite reciprocal, which compressed-tensors stores",
+            hint="use --dialect modelopt, or keep the layer in 16 bits",
+        )
+    return divisor
 
 
 def kv_to_tensors(attention: str, scales: KVScales) -> dict[str, Tensor]:

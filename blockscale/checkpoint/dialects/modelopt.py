@@ -19,7 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, check_roles
+from blockscale.checkpoint.dialects.stored import (
+    StoredLinear,
+    StoredModel,
+    check_no_loose_parts,
+    check_roles,
+    pair_kv_scales,
+)
 from blockscale.checkpoint.folder import Folder, read_json
 from blockscale.checkpoint.header import TensorInfo
 from blockscale.checkpoint.linear import (
@@ -57,6 +63,10 @@ _SUFFIXES = {
     "input_global_scale": "input_scale",
     "pre_quant_scale": "pre_quant_scale",
 }
+_KV_ALGORITHMS = ("FP8", "NVFP4")
+_LOOSE = ("weight_scale_2", "input_scale", "pre_quant_scale")
+# Model Optimizer writes config_groups for these only
+_WITH_GROUPS = ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 # ---------------------------------------------------------------- reading
@@ -66,7 +76,6 @@ def read_model(folder: Folder) -> StoredModel:
     """The quantized linears of a Model Optimizer folder. CheckpointError where config and tensors disagree."""
     quantization = _quantization(folder)
     algorithm = quantization.get("quant_algo")
-    layers = quantization.get("quantized_layers") or {}
     weight_only = _is_weight_only(folder.config.get("quantization_config") or {})
     linears = {}
     for name, info in folder.tensors.items():
@@ -76,23 +85,34 @@ def read_model(folder: Folder) -> StoredModel:
             module, separator = name.removesuffix("_weight_scale"), "_"
         else:
             continue
-        own = _layer_algorithm(module, layers) if algorithm == "MIXED_PRECISION" else algorithm
+        own, group_size = _layer_algorithm(module, quantization)
         if own not in ALGORITHMS:
             known = ", ".join([*ALGORITHMS, "MIXED_PRECISION"])
             raise CheckpointError(f"{module}: quant_algo {own!r} is not read", hint=f"known: {known}")
         scheme = W4A16 if own == "NVFP4" and weight_only else ALGORITHMS[own]
         linears[module] = check_roles(_stored_linear(folder, module, separator, scheme, info))
+        if group_size and scheme.weight.block_size and scheme.weight.block_size != group_size:
+            raise CheckpointError(
+                f"{module}: {scheme.weight.name} with group_size {group_size} is not read",
+                hint=f"its blocks hold {scheme.weight.block_size} elements; correct the config",
+            )
     if not linears:
         raise CheckpointError(f"{folder.path}: quant_algo {algorithm}, but no tensor has scales")
-    return StoredModel("modelopt", linears, _kv_tensors(folder), _kv_format(quantization))
+    check_no_loose_parts(linears, folder.tensors, _LOOSE)
+    kv_tensors = pair_kv_scales(folder.tensors, ".k_proj.k_scale", ".v_proj.v_scale")
+    return StoredModel("modelopt", linears, kv_tensors, _kv_format(quantization))
 
 
 def _quantization(folder: Folder) -> dict[str, Any]:
-    """Both shapes: flat in config.json, nested under `quantization` in hf_quant_config.json."""
+    """Both shapes: flat in config.json, nested under `quantization` in hf_quant_config.json. The first wins, but may
+    leave the layers of a mixed model to the second."""
     config = folder.config.get("quantization_config") or {}
-    if "quant_algo" not in config and (folder.path / HF_QUANT_CONFIG).is_file():
-        config = read_json(folder.path / HF_QUANT_CONFIG)
-    return dict(config.get("quantization", config))
+    config = dict(config.get("quantization") or config)
+    lacks_layers = config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers")
+    if (folder.path / HF_QUANT_CONFIG).is_file() and ("quant_algo" not in config or lacks_layers):
+        nested = read_json(folder.path / HF_QUANT_CONFIG)
+        config |= dict(nested.get("quantization") or nested)
+    return config
 
 
 def _is_weight_only(config: Mapping[str, Any]) -> bool:
@@ -100,14 +120,20 @@ def _is_weight_only(config: Mapping[str, Any]) -> bool:
     return bool(groups) and not any(group.get("input_activations") for group in groups)
 
 
-def _layer_algorithm(module: str, layers: Mapping[str, Any]) -> str | None:
-    """Exact name first, then the longest entry that the module lies under (experts are one entry)."""
+def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    """quant_algo and group_size. Mixed: exact name first, then the longest entry that the module lies under (experts
+    are one entry)."""
+    if quantization.get("quant_algo") != "MIXED_PRECISION":
+        groups = list((quantization.get("config_groups") or {}).values())
+        in_group = (groups[0].get("weights") or {}).get("group_size") if len(groups) == 1 else None
+        return quantization.get("quant_algo"), quantization.get("group_size") or in_group
+    layers = quantization.get("quantized_layers") or {}
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         entry = layers.get(".".join(parts[:end]))
         if entry is not None:
-            return str(entry["quant_algo"])
-    return None
+            return entry.get("quant_algo"), entry.get("group_size")
+    return None, None
 
 
 def _stored_linear(folder: Folder, module: str, separator: str, scheme: Scheme, scale: TensorInfo) -> StoredLinear:
@@ -119,23 +145,13 @@ def _stored_linear(folder: Folder, module: str, separator: str, scheme: Scheme, 
     return StoredLinear(module, scheme, tensors, is_transposed=is_stack)
 
 
-def _kv_tensors(folder: Folder) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    found = {}
-    for name, info in folder.tensors.items():
-        if name.endswith(".k_proj.k_scale"):
-            attention = name.removesuffix(".k_proj.k_scale")
-            value = folder.tensors.get(f"{attention}.v_proj.v_scale")
-            if value is None:
-                raise CheckpointError(f"{attention}: a key scale without a value scale")
-            found[attention] = (info, value)
-    return found
-
-
 def _kv_format(quantization: Mapping[str, Any]) -> str | None:
     algorithm = quantization.get("kv_cache_quant_algo")
     if algorithm is None:  # config.json says it in another way
         scheme = quantization.get("kv_cache_scheme")
         algorithm = scheme if isinstance(scheme, str) else ("FP8" if scheme else None)
+    if algorithm not in (None, *_KV_ALGORITHMS):
+        raise CheckpointError(f"KV cache {algorithm} is not read", hint="known: " + ", ".join(_KV_ALGORITHMS))
     return algorithm.lower() if algorithm else None
 
 
@@ -150,7 +166,7 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     if is_stack:
         packed, block_scale = packed.transpose(-1, -2).contiguous(), block_scale.transpose(-1, -2).contiguous()
     elif weight.format.granularity is Granularity.CHANNEL:
-        block_scale = block_scale.reshape(-1)
+        block_scale = block_scale.float().reshape(-1)
     roles = {
         "packed": packed,
         "block_scale": block_scale,
@@ -180,18 +196,23 @@ def config_files(
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
+    groups: dict[str, Any] = {}
     if len(by_scheme) == 1:
         scheme = next(iter(by_scheme))
         details: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale)}
-        groups = {"group_0": {**_group(scheme), "targets": ["Linear"]}}
-        excluded = {"group_size": scheme.weight.block_size or None, "exclude_modules": list(kept)}
+        if details["quant_algo"] in _WITH_GROUPS:
+            groups = {"group_0": {**_group(scheme), "targets": ["Linear"]}}
+        excluded: dict[str, Any] = {"group_size": scheme.weight.block_size} if scheme.weight.block_size else {}
+        if details["quant_algo"] == "NVFP4_AWQ":
+            excluded |= {"has_zero_point": False, "pre_quant_scale": True}
+        excluded["exclude_modules"] = list(kept)
         ignore = list(kept)
     else:
         details = {"quant_algo": "MIXED_PRECISION", "quantized_layers": _layer_entries(schemes)}
         groups = {f"group_{i}": {**_group(s), "targets": m} for i, (s, m) in enumerate(by_scheme.items())}
         excluded, ignore = {}, []
     nested = {**details, "kv_cache_quant_algo": kv_format.upper() if kv_format else None, **excluded}
-    flat: dict[str, Any] = {"config_groups": groups, "ignore": ignore, **details}
+    flat: dict[str, Any] = {**({"config_groups": groups} if groups else {}), "ignore": ignore, **details}
     if kv_format == "fp8":
         flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     elif kv_format:

@@ -1,5 +1,6 @@
 """What a dialect finds in a folder: which stored tensor plays which role of which linear."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,12 +13,14 @@ from blockscale.errors import CheckpointError
 from blockscale.formats.spec import Granularity, ScaleType
 from blockscale.formats.tensor import QuantizedTensor
 
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 @dataclass(frozen=True)
 class StoredLinear:
     """Roles are packed, block_scale, global_scale, input_global_scale, pre_quant_scale.
 
-    has_divisors    global scales are stored as 1 / multiplier (compressed-tensors)
+    has_divisors    scales of NVFP4's second level are stored as 1 / multiplier (compressed-tensors)
     is_transposed   a stack of experts stored [E, K, N] (Model Optimizer, Llama 4 and gpt-oss)
     """
 
@@ -61,6 +64,8 @@ def check_roles(linear: StoredLinear) -> StoredLinear:
                 hint="the checkpoint is incomplete; engines would read uninitialised memory here",
             )
     packed, scale = linear.tensors["packed"], linear.tensors["block_scale"]
+    if len(packed.shape) != (3 if linear.is_transposed else 2):
+        raise CheckpointError(f"{packed.name}: {list(packed.shape)} is no weight matrix")
     want_packed = torch.uint8 if fmt.element.bits < 8 else torch.float8_e4m3fn
     if packed.dtype != want_packed:
         raise CheckpointError(f"{packed.name}: {fmt.name} is stored as {want_packed}, found {packed.dtype}")
@@ -80,7 +85,50 @@ def check_roles(linear: StoredLinear) -> StoredLinear:
                 f"blocks of {fmt.block_size} (expected {list(want)})",
                 hint="the config names another format than the tensors have",
             )
+    rows, k = linear.shape[-2:]
+    sizes = {Granularity.CHANNEL: {"block_scale": rows}, Granularity.TENSOR: {"block_scale": 1}}.get(
+        fmt.granularity, {}
+    )
+    for role, size in {**sizes, "global_scale": 1, "input_global_scale": 1, "pre_quant_scale": k}.items():
+        info = linear.tensors.get(role)
+        if info is not None and (math.prod(info.shape) != size or not info.dtype.is_floating_point):
+            raise CheckpointError(
+                f"{info.name}: {info.dtype} {list(info.shape)}, but {linear.scheme.name} has {size} scales here",
+                hint="the config names another format than the tensors have",
+            )
     return linear
+
+
+def check_no_loose_parts(
+    linears: Mapping[str, StoredLinear], tensors: Mapping[str, TensorInfo], endings: tuple[str, ...]
+) -> None:
+    """CheckpointError for codes without scales, or a scale (by the `endings` of their names) without codes."""
+    taken = {info.name for linear in linears.values() for info in linear.tensors.values()}
+    for name, info in tensors.items():
+        is_codes = info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and len(info.shape) > 1)
+        if name not in taken and (is_codes or name.endswith(endings)):
+            what = "has no weight_scale" if is_codes else "belongs to no quantized weight"
+            raise CheckpointError(
+                f"{name} {what}", hint="the checkpoint is incomplete; engines would read uninitialised memory here"
+            )
+
+
+def pair_kv_scales(
+    tensors: Mapping[str, TensorInfo], key_ending: str, value_ending: str
+) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    """Key and value scale by attention module. CheckpointError for one without the other, or one that is no scalar."""
+    keys, values = (
+        {name.removesuffix(ending): info for name, info in tensors.items() if name.endswith(ending)}
+        for ending in (key_ending, value_ending)
+    )
+    for attention in [*keys, *values]:
+        if attention not in keys or attention not in values:
+            has, lacks = ("key", "value") if attention in keys else ("value", "key")
+            raise CheckpointError(f"{attention}: a {has} scale without a {lacks} scale")
+        for info in (keys[attention], values[attention]):
+            if math.prod(info.shape) != 1 or not info.dtype.is_floating_point:
+                raise CheckpointError(f"{info.name}: {info.dtype} {list(info.shape)}; only one scale a cache is read")
+    return {attention: (keys[attention], values[attention]) for attention in keys}
 
 
 def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
@@ -93,49 +141,51 @@ def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
     if fmt.scale is ScaleType.E8M0:
         block_scale = block_scale.view(torch.uint8)
     elif fmt.granularity is Granularity.CHANNEL:
-        block_scale = block_scale.float().reshape(-1, 1)
+        block_scale = block_scale.reshape(-1, 1)  # bf16 or fp32, as stored
     elif fmt.granularity is Granularity.TENSOR:
-        block_scale = _scalar(linear, block_scale)
+        block_scale = block_scale.float().reshape(())
     _check_block_scale(linear, block_scale)
-    global_scale = _direction(linear, data.get("global_scale"))
+    global_scale = _multiplier(linear, "global_scale", data, is_divisor=linear.has_divisors)
+    activation = linear.scheme.activation
+    is_divisor = linear.has_divisors and activation is not None and activation.has_global_scale
     return QuantizedLinear(
         linear.scheme,
         QuantizedTensor(fmt, packed, block_scale, global_scale, linear.shape, dtype),
-        _direction(linear, data.get("input_global_scale")),
+        _multiplier(linear, "input_global_scale", data, is_divisor=is_divisor),
         data.get("pre_quant_scale"),
     )
 
 
 def load_kv_scales(infos: tuple[TensorInfo, TensorInfo]) -> KVScales:
-    key, value = (read_tensor(info).float().reshape(()) for info in infos)
+    """CheckpointError for a scale that no engine could use (NaN, Inf, zero or negative)."""
+    key, value = (_checked_scale(info, read_tensor(info).float().reshape(())) for info in infos)
     return KVScales(key, value)
 
 
-def _scalar(linear: StoredLinear, scale: Tensor) -> Tensor:
-    if scale.numel() != 1:
-        raise CheckpointError(f"{linear.name}: expected one scale for the tensor, found {list(scale.shape)}")
-    return scale.float().reshape(())
-
-
-def _direction(linear: StoredLinear, stored: Tensor | None) -> Tensor | None:
-    """The multiplier, from whichever direction is stored."""
-    if stored is None:
+def _multiplier(linear: StoredLinear, role: str, data: Mapping[str, Tensor], *, is_divisor: bool) -> Tensor | None:
+    """A second-level scale as a multiplier, from whichever direction is stored."""
+    if role not in data:
         return None
-    scale = _scalar(linear, stored)
-    scale = scale.reciprocal() if linear.has_divisors else scale
+    scale = data[role].float().reshape(())
+    return _checked_scale(linear.tensors[role], scale.reciprocal() if is_divisor else scale)
+
+
+def _checked_scale(info: TensorInfo, scale: Tensor) -> Tensor:
     if not (torch.isfinite(scale) and scale > 0):
         raise CheckpointError(
-            f"{linear.name}: a global scale is {stored.item()}: not a positive finite number",
+            f"{info.name}: {read_tensor(info).item()} makes a scale of {scale.item()}, not a positive finite number",
             hint="the layer was exported without calibration or is damaged; quantize it again",
         )
     return scale
 
 
 def _check_block_scale(linear: StoredLinear, scale: Tensor) -> None:
-    is_bad = scale == 255 if scale.dtype == torch.uint8 else ~torch.isfinite(scale.float())
+    values = scale.float()
+    is_bad = scale == 255 if scale.dtype == torch.uint8 else ~torch.isfinite(values) | (values < 0)
     if is_bad.any():
         position = is_bad.nonzero()[0].tolist()
         raise CheckpointError(
-            f"{linear.tensors['block_scale'].name}: NaN scale at {position} ({int(is_bad.sum())} in all)",
+            f"{linear.tensors['block_scale'].name}: NaN, infinite or negative scale at {position} "
+            f"({int(is_bad.sum())} in all)",
             hint="engines answer NaN or '!!!!' to this; quantize the layer again",
         )

