@@ -1,6 +1,6 @@
 """What each number format costs in rounding error, on three distributions and on a model's own weights.
 
-    python benchmarks/format_error.py [--model FOLDER] [--out FOLDER]
+    python benchmarks/format_error.py [--model NAME FOLDER] ... [--out FOLDER]
 
 Relative MSE is sum((x - q)^2) / sum(x^2), SQNR is -10 log10 of it. Writes, below --out (default: the repository)
 
@@ -13,23 +13,21 @@ FOLDER is a Hugging Face folder in 16 bits; every 2-D `*proj.weight` of its laye
 """
 
 import argparse
-import datetime
-import json
 import math
-import os
-import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from record import record
 from safetensors import safe_open
 from torch import Tensor
 
 from blockscale.formats.mx import ScaleRule
 from blockscale.formats.spec import Granularity, get_format
 from blockscale.formats.tensor import QuantizedTensor, encode
+from blockscale.quantize.weight import quantize_tensor
 
 SEED = 0
 SHAPE = (1024, 1024)  # of each synthetic tensor
@@ -40,6 +38,11 @@ def rtn(name: str, rule: ScaleRule = ScaleRule.EVEN) -> Callable[[Tensor], Quant
     """Round to nearest with scales from amax."""
     fmt = get_format(name)
     return lambda x: encode(x, fmt, scale_rule=rule)
+
+
+def searched(scale: str) -> Callable[[Tensor], QuantizedTensor]:
+    """NVFP4 with block scales chosen by the error they give."""
+    return lambda x: quantize_tensor(x, "nvfp4", scale)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Variant:
 # The one list of what is measured. Another way to choose scales is another line here.
 VARIANTS = [
     Variant("nvfp4", "nvfp4", rtn("nvfp4")),
+    Variant("nvfp4 (four over six)", "nvfp4", searched("four_over_six")),
+    Variant("nvfp4 (sweep)", "nvfp4", searched("sweep")),
     Variant("nvfp4-block32", "nvfp4-block32", rtn("nvfp4-block32")),
     Variant("mxfp4 (floor)", "mxfp4", rtn("mxfp4", ScaleRule.FLOOR)),
     Variant("mxfp4 (even)", "mxfp4", rtn("mxfp4", ScaleRule.EVEN)),
@@ -124,13 +129,6 @@ def measure(source: str, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str
         row = {"source": source, "label": variant.label, "format": variant.format, "bits_per_element": variant.bits}
         rows.append(row | {"relative_mse": ratio, "sqnr_db": sqnr_db, "elements": int(elements[i])})
     return rows
-
-
-def cpu_model() -> str:
-    """Its name as Linux gives it, elsewhere the architecture."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.machine()
 
 
 def index(rows: list[dict[str, object]]) -> dict[str, dict[str, dict[str, object]]]:
@@ -250,34 +248,30 @@ def write_between_markers(page: Path, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder with 16-bit safetensors")
-    parser.add_argument("--model-name", help="how tables call it (default: the folder's name)")
+    parser.add_argument(
+        "--model",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "FOLDER"),
+        help="a Hugging Face folder with 16-bit safetensors, and how tables call it; may be given more than once",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1])
     args = parser.parse_args()
 
     rows: list[dict[str, object]] = []
     for source, x in synthetic().items():
         rows += measure(source, [(source, x)])
-    command = "python benchmarks/format_error.py"
-    if args.model:
-        name = args.model_name or args.model.resolve().name
-        measured = measure(name, model_weights(args.model))
+    for name, folder in args.model:
+        measured = measure(name, model_weights(Path(folder)))
         if not measured:
-            parser.error(f"{args.model} holds no 2-D *proj.weight in *.safetensors")
+            parser.error(f"{folder} holds no 2-D *proj.weight in *.safetensors")
         rows += measured
-        command += f" --model {args.model.resolve().name}"
 
     results = args.out / "benchmarks" / "results"
     results.mkdir(parents=True, exist_ok=True)
-    report = {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
-        "synthetic": {"seed": SEED, "shape": list(SHAPE), "dtype": "float32"},
-        "figures": rows,
-    }
-    (results / "format_error.json").write_text(json.dumps(report, indent=1) + "\n")
+    synthetic_data = {"seed": SEED, "shape": list(SHAPE), "dtype": "float32"}
+    record("format_error", {"synthetic": synthetic_data, "rows": rows}, results)
     tables = markdown(rows)
     (results / "format_error.md").write_text(tables)
     plot(rows, args.out / "docs" / "concepts" / "format-error.svg")

@@ -171,7 +171,7 @@ def evaluate(
         else (),
         tasks=tuple(task_results),
         task_comparisons=tuple(comparisons),
-        convention=f"{convention}; {_arithmetic(candidate, weights_only)}",
+        convention=f"{convention} {_arithmetic(candidate, weights_only)}".strip(),
         recipe=_recorded_recipe(path),
         versions={name: version(name) for name in ("blockscale", "torch", "transformers")},
         bytes=folder.num_bytes,
@@ -201,12 +201,12 @@ def _check_same_tokens(content: str, tokenizer: Any, reference_path: Path | None
 
 
 def _arithmetic(hosted: HostedModel, weights_only: bool) -> str:
-    """How the figures were computed, for reports."""
+    """How the figures were computed, as a sentence for reports."""
     dtype = "fp32" if hosted.device.type == "cpu" else str(hosted.checkpoint.dtype).removeprefix("torch.")
     quantized = hosted.checkpoint.quantized
     rounded = quantized is not None and any(linear.scheme.activation for linear in quantized.linears.values())
-    how = "activations rounded as the tensor core sees them" if rounded and not weights_only else "activations exact"
-    return f"{dtype} arithmetic, {how}"
+    how = "rounded as the tensor core sees them" if rounded and not weights_only else "left as they are"
+    return f"Arithmetic is {dtype}; activations are {how}."
 
 
 def _recorded_recipe(path: Path) -> str:

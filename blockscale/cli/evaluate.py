@@ -117,4 +117,4 @@ def print_report(report: "Report") -> None:
                 for t in report.tasks
             ],
         )
-    print(f"{report.bits_per_parameter:.2f} bits per parameter; {report.convention}")
+    print(f"{report.bits_per_parameter:.2f} bits per parameter. {report.convention}")

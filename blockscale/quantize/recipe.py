@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from blockscale.checkpoint.linear import Scheme
+from blockscale.checkpoint.reader import DIALECTS
 from blockscale.errors import FormatError, RecipeError
 from blockscale.formats.spec import get_format
 from blockscale.quantize.weight import ScaleMethod
@@ -111,16 +112,30 @@ def recipe_from_dict(data: object, where: str = "recipe") -> Recipe:
     """RecipeError for an unknown key, format or scale."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{where}: expected a table of settings, got {type(data).__name__}")
-    rules = tuple(_from_table(Rule, rule, f"{where}, rules") for rule in data.get("rules") or ())
-    settings = {**data, "rules": rules, "keep": tuple(data.get("keep") or ())}
-    return _checked(_from_table(Recipe, settings, where))
+    keep, rules = _listed(data, "keep", where), _listed(data, "rules", where)
+    if not all(isinstance(pattern, str) for pattern in keep):
+        raise RecipeError(f"{where}: keep holds something that is no pattern", hint='keep: ["*.layers.0.*"]')
+    made = tuple(_from_table(Rule, rule, f"{where}, rules") for rule in rules)
+    return _checked(_from_table(Recipe, {**data, "rules": made, "keep": tuple(keep)}, where))
 
 
-def _from_table(kind: type, table: Mapping[str, Any], where: str) -> Any:
+def _listed(data: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    value = data.get(key) or []
+    if not isinstance(value, list):
+        raise RecipeError(f"{where}: {key} is {value!r}, not a list", hint=f"{key}: [...]")
+    return value
+
+
+def _from_table(kind: type, table: object, where: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise RecipeError(f"{where}: expected a table of settings, got {table!r}")
     known = {f.name for f in fields(kind)}
     unknown = [key for key in table if key not in known]
     if unknown:
         raise RecipeError(f"{where}: unknown setting '{unknown[0]}'", hint="settings: " + ", ".join(sorted(known)))
+    for key, value in table.items():
+        if key not in ("keep", "rules") and not isinstance(value, str | None):
+            raise RecipeError(f"{where}: {key} is {value!r}, not a name")
     try:
         return kind(**table)
     except TypeError as e:
@@ -137,6 +152,8 @@ def _checked(recipe: Recipe) -> Recipe:
                 raise RecipeError(f"recipe {recipe.name}: {e}", hint=getattr(e, "hint", "")) from e
             if method is not ScaleMethod.AMAX and not get_format(rule.weight).has_global_scale:
                 raise RecipeError(f"recipe {recipe.name}: scale '{rule.scale}' is for NVFP4, not {rule.weight}")
+    if recipe.dialect not in DIALECTS:
+        raise RecipeError(f"recipe {recipe.name}: unknown dialect '{recipe.dialect}'", hint=", ".join(DIALECTS))
     if recipe.kv_cache not in (None, *KV_FORMATS):
         raise RecipeError(f"recipe {recipe.name}: unknown kv_cache '{recipe.kv_cache}'", hint="fp8, nvfp4 or none")
     return recipe

@@ -56,6 +56,7 @@ def quantize_weight(
 ) -> tuple[QuantizedTensor, WeightError]:
     """Quantizes x [..., K]. `global_scale` as agreed for the group (None: from this tensor alone)."""
     check_quantizable(x, fmt, name)
+    x = x.detach()  # a Parameter's scales would drag its autograd graph along
     if method is not ScaleMethod.AMAX and not fmt.has_global_scale:
         raise FormatError(f"{name}: scale '{method.value}' needs an NVFP4 format, got {fmt.name}", hint="use 'amax'")
     amax = x.abs().amax()
@@ -70,19 +71,27 @@ def quantize_weight(
         check_quantizable_tile(x, name)
         step = -(-step // fmt.block_size) * fmt.block_size
     packed, scales, squared_error, squares = [], [], 0.0, 0.0
+    unit = _unit(amax.item())
     for part in rows.split(step):
         choose = _BLOCK_SCALE.get(method)
         block_scale = choose(part, global_scale, fmt.block_size) if choose and global_scale is not None else fixed
         q = encode(part, fmt, block_scale=block_scale, global_scale=global_scale, name=name)
         packed.append(q.packed)
         scales.append(q.block_scale)
-        source = part.float()
-        squared_error += torch.sum((decode(q).sub_(source)).square_(), dtype=torch.float32).item()
+        source = part.float() if unit == 1.0 else part.float() * unit
+        values = decode(q) if unit == 1.0 else decode(q).mul_(unit)
+        squared_error += torch.sum(values.sub_(source).square_()).item()
         squares += torch.sum(source.square_() if source is not part else source.square()).item()
     lead = tuple(x.shape[:-1])
     block_scale = scales[0] if fixed is not None else _join(scales, x, fmt)
     q = QuantizedTensor(fmt, torch.cat(packed).view(*lead, -1), block_scale, global_scale, tuple(x.shape), x.dtype)
-    return q, WeightError(squared_error, squares)
+    return q, WeightError(squared_error / unit**2, squares / unit**2)
+
+
+def _unit(amax: float) -> float:
+    """A power of two that brings values near 1 if their squares would leave fp32; else 1."""
+    exponent = math.frexp(amax)[1]
+    return 1.0 if abs(exponent) < 40 else 2.0 ** -max(-120, min(120, exponent))
 
 
 def _join(scales: list[Tensor], x: Tensor, fmt: Format) -> Tensor:
@@ -115,4 +124,6 @@ def quantize_tensor(
     except ValueError as e:
         names = ", ".join(m.value for m in ScaleMethod)
         raise FormatError(f"unknown scale '{scale}'", hint=f"scales: {names}") from e
+    if global_scale is not None and not (torch.isfinite(global_scale) and global_scale > 0):
+        raise FormatError(f"{name}: a global scale of {global_scale.item()}", hint="give a positive finite number")
     return quantize_weight(weight, get_format(format), method, global_scale, name)[0]

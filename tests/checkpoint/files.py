@@ -64,7 +64,7 @@ def model_folder(path: Path, shards: dict[str, dict[str, Tensor]], weight_map: d
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text("{}")
     for file, content in shards.items():
-        save_file(content, path / file)
+        save_file({name: tensor.clone() for name, tensor in content.items()}, path / file)
     if weight_map is not None:
         index = {"metadata": {}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
