@@ -1,13 +1,12 @@
 """What each recipe costs on real models and real texts: perplexity, KL and weight error against the 16-bit model.
 
-    python benchmarks/recipes.py --model NAME MODEL ... --text FILE ... --calibration FILE ... [--recipes ...]
+    python benchmarks/recipes.py --model NAME MODEL --text FILE ... --calibration FILE ... [--recipes ...]
 
-Texts are read from 30 % on, 20480 tokens each in 512-token windows; calibration takes 65536 tokens from the files
-given. The first row of a model is the 16-bit model itself. Writes benchmarks/results/recipes.json and prints a table.
+Texts are read from 30 % on, 20480 tokens each in 512-token windows; calibration takes 16384 tokens from the files
+given. Writes benchmarks/results/recipes_NAME.json and prints a table.
 """
 
 import argparse
-import math
 import tempfile
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def weight_error(report: api.Report) -> float:
 def measure(name: str, model: str, recipe: str, args: argparse.Namespace) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "checkpoint"
-        summary = api.quantize(model, out, recipe, calibration=args.calibration)
+        summary = api.quantize(model, out, recipe, calibration=args.calibration, max_calibration_tokens=16_384)
         report = api.evaluate(out, model, text=args.text, start=0.3)
     return [
         {
@@ -49,28 +48,27 @@ def measure(name: str, model: str, recipe: str, args: argparse.Namespace) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs=2, action="append", required=True, metavar=("NAME", "MODEL"))
+    parser.add_argument("--model", nargs=2, required=True, metavar=("NAME", "MODEL"))
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--calibration", nargs="+", required=True)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     args = parser.parse_args()
+    name, model = args.model
     rows: list[dict[str, object]] = []
-    for name, model in args.model:
-        for recipe in args.recipes:
-            measured = measure(name, model, recipe, args)
-            rows += measured
-            record("recipes", rows)
-            for row in measured:
-                print(
-                    f"{name:14s} {recipe:18s} {row['text']:22s} {row['reference_perplexity']:8.3f} -> "
-                    f"{row['perplexity']:8.3f}  KL {row['kl_mean'][0]:.4f}  top-1 {row['top1_agreement']:.3f}  "
-                    f"MSE {row['weight_relative_mse']:.5f}",
-                    flush=True,
-                )
-    for name, _ in args.model:
-        by_recipe = {r["recipe"]: r["weight_relative_mse"] for r in rows if r["model"] == name}
-        if {"nvfp4", "nvfp4-sweep"} <= set(by_recipe) and math.isfinite(by_recipe["nvfp4"]):
-            print(f"{name}: sweep lowers the weights' MSE by {1 - by_recipe['nvfp4-sweep'] / by_recipe['nvfp4']:.1%}")
+    for recipe in args.recipes:
+        measured = measure(name, model, recipe, args)
+        rows += measured
+        record(f"recipes_{name.lower()}", rows)
+        for row in measured:
+            print(
+                f"{name:14s} {recipe:18s} {row['text']:22s} {row['reference_perplexity']:8.3f} -> "
+                f"{row['perplexity']:8.3f}  KL {row['kl_mean'][0]:.4f}  top-1 {row['top1_agreement']:.3f}  "
+                f"MSE {row['weight_relative_mse']:.5f}",
+                flush=True,
+            )
+    error = {row["recipe"]: row["weight_relative_mse"] for row in rows}
+    if {"nvfp4", "nvfp4-sweep"} <= set(error):
+        print(f"{name}: the sweep lowers the weights' MSE by {1 - error['nvfp4-sweep'] / error['nvfp4']:.1%}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ class OutputFolder:
         self._checkpoint = self.work / "checkpoint"
         self._journal_path = self.work / "journal"
         self._shards = _split(layout, max_shard_bytes)
-        self.num_bytes = sum(len(s.header) + s.data_bytes for s in self._shards)
+        self.tensor_bytes = sum(s.data_bytes for s in self._shards)
+        self.num_bytes = self.tensor_bytes + sum(len(s.header) for s in self._shards)
         self._places = {
             name: Place(self._checkpoint / s.name, offset, *layout[name])
             for s in self._shards

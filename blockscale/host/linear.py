@@ -1,6 +1,7 @@
 """Linear layers that hold their weights as stored: packed, or in 16 bits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from blockscale.algorithms.fake_quantize import round_activation
 from blockscale.checkpoint.linear import QuantizedLinear
 from blockscale.formats.nvfp4 import decode_unscaled
-from blockscale.formats.tensor import decode
+from blockscale.formats.spec import Granularity
+from blockscale.formats.tensor import QuantizedTensor, decode
 
 Observer = Callable[[str, Tensor], None]  # module name, input [..., K]
 
@@ -37,28 +39,27 @@ class PackedLinear(nn.Module):
         linear = self.linear
         if linear.pre_quant_scale is not None:
             x = x * linear.pre_quant_scale.to(x.dtype)
-        factor: Tensor | None = None
-        values = x
+        values, factor = x, torch.ones((), device=x.device)
         if self.activation is not None:
             values, factor = round_activation(x, self.activation, linear.input_global_scale)
-        weight, weight_factor = self._decoded(expert)
-        if weight_factor is not None:
-            factor = weight_factor if factor is None else factor * weight_factor
-        y = nn.functional.linear(values.to(x.dtype), weight.to(x.dtype))
-        if factor is not None:
-            y = y * factor.to(y.dtype)
+        weight, weight_factor = _unscaled(linear.weight, expert)
+        # products without their global scales leave fp16's range
+        compute = torch.float32 if x.dtype == torch.float16 else x.dtype
+        y = nn.functional.linear(values.to(compute), weight.to(compute)).float() * (factor * weight_factor)
         if self.bias is not None:
             y = y + (self.bias if expert is None else self.bias[expert])
-        return y
+        return y.to(x.dtype)
 
-    def _decoded(self, expert: int | None) -> tuple[Tensor, Tensor | None]:
-        """fp32 weight [N, K] and what still multiplies the product: the global scale, left to the epilogue."""
-        q = self.linear.weight
-        if q.global_scale is not None:
-            packed, scale = (q.packed, q.block_scale) if expert is None else (q.packed[expert], q.block_scale[expert])
-            return decode_unscaled(packed, scale), q.global_scale
-        weight = decode(q)
-        return (weight if expert is None else weight[expert]), None
+
+def _unscaled(q: QuantizedTensor, expert: int | None) -> tuple[Tensor, Tensor]:
+    """fp32 weight [N, K] that bf16 holds exactly, and the factor (0-d or [N]) that the epilogue multiplies by."""
+    packed, scale = (q.packed, q.block_scale) if expert is None else (q.packed[expert], q.block_scale[expert])
+    if q.global_scale is not None:
+        return decode_unscaled(packed, scale), q.global_scale
+    if q.format.granularity in (Granularity.TENSOR, Granularity.CHANNEL):
+        return packed.float(), scale.float().reshape(-1) if scale.dim() else scale
+    one = torch.ones((), device=packed.device)
+    return decode(replace(q, packed=packed, block_scale=scale, shape=q.shape[-2:])), one
 
 
 class KeptLinear(nn.Module):
@@ -79,4 +80,6 @@ class KeptLinear(nn.Module):
             self.observer(self.name, x)
         weight = self.weight if expert is None else self.weight[expert]
         y = nn.functional.linear(x, weight.to(x.dtype))
-        return y if self.bias is None else y + (self.bias if expert is None else self.bias[expert])
+        if self.bias is None:
+            return y
+        return (y + (self.bias if expert is None else self.bias[expert])).to(x.dtype)

@@ -120,17 +120,16 @@ def _check_missing(model: nn.Module, missing: list[str]) -> None:
 
 def _linear(module: nn.Module, name: str, weights: HostedWeights) -> nn.Module | None:
     """What takes the place of a module that holds one weight matrix; None for every other module."""
-    bias = _read_bias(name, weights)
     if name in weights.packed:
-        dtype = weights.checkpoint.dtype
-        return PackedLinear(load_linear(weights.packed[name], dtype), bias, is_emulating=weights.is_emulating)
+        linear = load_linear(weights.packed[name], weights.checkpoint.dtype)
+        return PackedLinear(linear, _read_bias(name, weights), is_emulating=weights.is_emulating)
     if isinstance(module, nn.Linear) and f"{name}.weight" in weights.kept:
         weight = weights.kept[f"{name}.weight"].read()
-        return KeptLinear(weight, bias, weights.stored[name])
-    if type(module) is nn.Module and name in weights.kept:  # a stack [E, K, N], as the model stores it
+    elif type(module) is nn.Module and name in weights.kept:  # a stack [E, K, N], as the model stores it
         weight = weights.kept[name].read().transpose(-1, -2).contiguous()
-        return KeptLinear(weight, bias, weights.stored[name])
-    return None
+    else:
+        return None
+    return KeptLinear(weight, _read_bias(name, weights), weights.stored[name])
 
 
 def _read_bias(name: str, weights: HostedWeights) -> Tensor | None:

@@ -125,7 +125,7 @@ def run(
     files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics)
     output.finish(files, source.companions, check=lambda path: _check_result(path, plan))
     num_parameters = sum(math.prod(t.shape) for t in source.tensors.values())
-    bits = 8 * output.num_bytes / num_parameters
+    bits = 8 * output.tensor_bytes / num_parameters
     notices = plan.notices + statistics.notices
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
 

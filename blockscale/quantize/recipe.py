@@ -155,7 +155,7 @@ def _checked(recipe: Recipe) -> Recipe:
     if recipe.dialect not in DIALECTS:
         raise RecipeError(f"recipe {recipe.name}: unknown dialect '{recipe.dialect}'", hint=", ".join(DIALECTS))
     if recipe.kv_cache not in (None, *KV_FORMATS):
-        raise RecipeError(f"recipe {recipe.name}: unknown kv_cache '{recipe.kv_cache}'", hint="fp8, nvfp4 or none")
+        raise RecipeError(f"recipe {recipe.name}: unknown kv_cache '{recipe.kv_cache}'", hint="fp8, nvfp4 or null")
     return recipe
 
 
@@ -186,3 +186,8 @@ def matches(pattern: str, module: str) -> bool:
     """Whether a glob names the module, or (without a wildcard) a module above it."""
     pattern = pattern.removesuffix(".weight")
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
+
+
+def names_exactly(pattern: str, module: str) -> bool:
+    """Whether a pattern is the module's own name, and not one that happens to cover it."""
+    return pattern.removesuffix(".weight") == module

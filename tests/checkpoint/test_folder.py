@@ -144,7 +144,9 @@ def test_no_folder_or_no_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [b"", b"{'a': 1}", b"[1]", b"null", b"\xff\xfe{}", b"[" * 100_000]
-    + [json.dumps({key: value}).encode() for key in ("quantization_config", "text_config") for value in ("fp8", [1], 3)],
+    + [
+        json.dumps({key: value}).encode() for key in ("quantization_config", "text_config") for value in ("fp8", [1], 3)
+    ],
 )
 def test_a_config_that_makes_no_sense(config: bytes, tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS)

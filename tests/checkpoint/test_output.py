@@ -327,9 +327,7 @@ def test_a_disk_that_fills_with_companions(job: Job, tmp_path: Path, monkeypatch
     check_gone(tmp_path / "out")
 
 
-def test_a_disk_without_room_is_refused_at_the_start(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_refused_at_the_start(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with job.open(tmp_path / "room") as result:
         needed = result.num_bytes
     for free, is_enough in ((needed - 1, False), (needed, True)):
