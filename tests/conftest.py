@@ -1,6 +1,7 @@
 """Shared fixtures: golden checkpoints, a tiny tokenizer, tiny random models and hand-written model folders."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub for anything; read when huggingface_hub is imported
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCABULARY = 128  # of the tiny models and of the tokenizer: one token an ASCII character
@@ -32,11 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _offline_and_quiet() -> None:
-    """No test asks the hub for anything."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("HF_HUB_OFFLINE", "1")
-    patch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+def _quiet() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -184,7 +183,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
             model = transformers.AutoModelForCausalLM.from_config(_tiny_config(family), dtype=torch.bfloat16)
             with torch.no_grad():
                 for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                    if name.endswith("inv_freq") or name.endswith("embed_scale"):
+                    if name.endswith(("inv_freq", "embed_scale")):
                         continue
                     drawn = torch.randn(tensor.shape, generator=generator)
                     tensor.copy_(drawn * 0.12 if tensor.dim() > 1 else tensor + drawn * 0.1)

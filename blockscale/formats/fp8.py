@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blockscale.errors import FormatError
+from blockscale.formats.division import divide
 from blockscale.formats.spec import E4M3, E5M2, Format, Granularity, Integer, Minifloat
 
 DTYPES: dict[Minifloat | Integer, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -35,7 +36,7 @@ def amax(x: Tensor, fmt: Format) -> Tensor:
 
 def scale_from_amax(amax: Tensor, fmt: Format) -> Tensor:
     """fp32; 1 where amax is 0. Never below fp32's smallest normal, so that 1 / scale stays finite."""
-    scale = (amax.float() / fmt.element.max).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = divide(amax, fmt.element.max).clamp_(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 

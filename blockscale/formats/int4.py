@@ -8,13 +8,14 @@ The range is symmetric, so a block's largest element is met with either sign. He
 import torch
 from torch import Tensor
 
+from blockscale.formats.division import divide
 from blockscale.formats.spec import INT4
 
 
 def scale_from_amax(amax: Tensor) -> Tensor:
     """bf16, the shape of `amax`; 1 for a zero block, and never so small that it rounds to 0."""
     tiny = torch.finfo(torch.bfloat16).tiny
-    scale = (amax.float() / INT4.max).clamp_(min=tiny).to(torch.bfloat16)
+    scale = divide(amax, INT4.max).clamp_(min=tiny).to(torch.bfloat16)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 

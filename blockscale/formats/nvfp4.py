@@ -14,6 +14,7 @@ Source: NVIDIA, "Introducing NVFP4 for efficient and accurate low-precision infe
 import torch
 from torch import Tensor
 
+from blockscale.formats.division import divide
 from blockscale.formats.minifloat import decode_table, encode
 from blockscale.formats.packing import pack_nibbles, unpack_nibbles
 from blockscale.formats.spec import E2M1, E4M3
@@ -28,7 +29,7 @@ def block_amax(x: Tensor, block_size: int = 16) -> Tensor:
 
 def global_scale_from_amax(amax: Tensor) -> Tensor:
     """fp32 0-d, from the largest magnitude of the tensor (or of its group). An all-zero tensor gets 1."""
-    scale = amax.float() / (E2M1.max * E4M3.max)
+    scale = divide(amax, E2M1.max * E4M3.max)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 

@@ -132,6 +132,7 @@ def encode(
     if fmt.has_global_scale:
         if global_scale is None:
             global_scale = nvfp4.global_scale_from_amax(amax.amax())
+        global_scale = global_scale.to(x.device)  # a divisor on the CPU is not divided by: see `division`
         scale = nvfp4.block_scale_from_amax(amax, global_scale) if block_scale is None else block_scale
         packed = nvfp4.encode_packed(x, scale, global_scale)
         return QuantizedTensor(fmt, packed, scale, global_scale, tuple(x.shape), x.dtype)

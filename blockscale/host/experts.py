@@ -20,6 +20,15 @@ def is_fused_experts(module: nn.Module) -> bool:
     return "down_proj" in parameters and parameters["down_proj"].dim() == 3
 
 
+class ExpertStack(nn.Module):
+    """The place of one projection of all experts, weights [E, N, K], before it has any."""
+
+    def __init__(self, shape: tuple[int, ...], *, has_bias: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.has_bias = has_bias
+
+
 class HostedExperts(nn.Module):
     """Takes the place of a fused experts module; same call, same result.
 
@@ -33,13 +42,20 @@ class HostedExperts(nn.Module):
         if not getattr(original, "has_gate", False) or getattr(original, "has_post_expert_norm", False):
             raise ModelError(f"{type(original).__name__}: experts of this kind are not hosted")
         self._apply_gate = original._apply_gate  # bound to the original, which keeps its activation and limits
-        self.num_experts = int(original.down_proj.shape[0])
+        down, gate_up = (_stack_shape(original, name) for name in ("down_proj", "gate_up_proj"))
+        self.num_experts = down[0]
         self.leaves = next((leaves for leaves in _SPLIT_NAMES if f"0.{leaves[0]}.weight" in names), None)
         if self.leaves is None:
-            self.gate_up_proj, self.down_proj = nn.Module(), nn.Module()
+            self.gate_up_proj = ExpertStack(gate_up, has_bias=original.has_bias)
+            self.down_proj = ExpertStack(down, has_bias=original.has_bias)
             return
+        half = (gate_up[1] // 2, gate_up[2])
         for expert in range(self.num_experts):
-            self.add_module(str(expert), nn.ModuleDict({leaf: nn.Linear(1, 1, device="meta") for leaf in self.leaves}))
+            linears = {
+                leaf: nn.Linear(k, n, bias=original.has_bias, device="meta")
+                for leaf, (n, k) in zip(self.leaves, (half, half, down[1:]), strict=True)
+            }
+            self.add_module(str(expert), nn.ModuleDict(linears))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden [T, H], experts chosen [T, k] and their weights [T, k] -> [T, H]."""
@@ -59,3 +75,9 @@ class HostedExperts(nn.Module):
             return self.down_proj(gated, expert)
         gate, up, down = (self.get_submodule(f"{expert}.{leaf}") for leaf in self.leaves)
         return down(self._apply_gate(torch.cat((gate(x), up(x)), dim=-1)))
+
+
+def _stack_shape(original: Any, name: str) -> tuple[int, ...]:
+    """[E, N, K] of a fused module's parameter, whichever way round it holds it."""
+    experts, *matrix = getattr(original, name).shape
+    return (experts, *(reversed(matrix) if original.is_transposed else matrix))

@@ -79,7 +79,5 @@ class KeptLinear(nn.Module):
         if self.observer is not None:
             self.observer(self.name, x)
         weight = self.weight if expert is None else self.weight[expert]
-        y = nn.functional.linear(x, weight.to(x.dtype))
-        if self.bias is None:
-            return y
-        return (y + (self.bias if expert is None else self.bias[expert])).to(x.dtype)
+        bias = self.bias if self.bias is None or expert is None else self.bias[expert]
+        return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -63,15 +63,33 @@ def _quiet() -> Iterator[None]:
 
 
 def _restore_buffers(model: Any) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies, embedding scales) as transformers itself computes them."""
-    for module in model.modules():
+    """Buffers that no checkpoint holds (rotary frequencies, embedding scales) as transformers itself computes them.
+
+    ModelError for one that transformers leaves as it is: its memory would hold anything.
+    """
+    for path, module in model.named_modules():
         names = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
         if not names:
             continue
         for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+            module._buffers[name] = _unset(module._buffers[name])
         with torch.no_grad():
             model._init_weights(module)
+        for name in names:
+            if _is_unset(module._buffers[name]):
+                raise ModelError(f"{type(model).__name__}: no way is known to compute '{path}.{name}'", hint=_DATA_FREE)
+
+
+_MARK = -128.0  # no computed buffer consists of it
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and marked (where the type has negative numbers)."""
+    return torch.full_like(buffer, _MARK if buffer.dtype.is_signed else 0, device="cpu")
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    return buffer.numel() > 0 and bool((buffer == _MARK).all())
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -11,7 +11,8 @@ from blockscale.checkpoint.dialects.stored import StoredLinear, load_linear
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.errors import ModelError
-from blockscale.host.experts import HostedExperts, is_fused_experts
+from blockscale.formats.tensor import decode
+from blockscale.host.experts import ExpertStack, HostedExperts, is_fused_experts
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.skeleton import checkpoint_names
 
@@ -64,25 +65,27 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
     def is_skipped(name: str) -> bool:
         return skip is not None and name.startswith(skip + ".")
 
+    missing = []
     for name, module in list(root.named_modules()):
         full = prefix + name
-        if is_skipped(full + "."):
+        if is_skipped(full + ".") or not isinstance(module, nn.Linear | ExpertStack):
             continue
         replacement = _linear(module, full, weights)
         if replacement is not None:
             _set_module(root, name, replacement)
-    missing = []
+            if _has_bias(module) and replacement.bias is None:
+                missing.append(f"{full}.bias")
+        elif isinstance(module, ExpertStack):
+            missing.append(full)
     for name, parameter in list(root.named_parameters()):
         full = prefix + name
         if not parameter.is_meta or is_skipped(full):
             continue
-        tensor = weights.kept.get(full)
-        if tensor is None:
+        value = _read_parameter(full, parameter, weights)
+        if value is None:
             missing.append(full)
-        elif tuple(tensor.shape) != tuple(parameter.shape):
-            raise ModelError(f"{full}: the checkpoint has {list(tensor.shape)}, the model {list(parameter.shape)}")
         else:
-            _set_parameter(root, name, tensor.read().to(parameter.dtype))
+            _set_parameter(root, name, value)
     for name, buffer in list(root.named_buffers()):  # persistent ones; the others were computed
         full = prefix + name
         if buffer.is_meta and not is_skipped(full):
@@ -118,25 +121,58 @@ def _check_missing(model: nn.Module, missing: list[str]) -> None:
         )
 
 
-def _linear(module: nn.Module, name: str, weights: HostedWeights) -> nn.Module | None:
-    """What takes the place of a module that holds one weight matrix; None for every other module."""
+def _linear(module: nn.Linear | ExpertStack, name: str, weights: HostedWeights) -> PackedLinear | KeptLinear | None:
+    """What takes the module's place; None if the checkpoint has no weight for it."""
+    is_stack = isinstance(module, ExpertStack)
+    shape = module.shape if isinstance(module, ExpertStack) else (module.out_features, module.in_features)
+    kept_name = name if is_stack else f"{name}.weight"
     if name in weights.packed:
+        _check_shape(name, weights.packed[name].shape, shape)
         linear = load_linear(weights.packed[name], weights.checkpoint.dtype)
-        return PackedLinear(linear, _read_bias(name, weights), is_emulating=weights.is_emulating)
-    if isinstance(module, nn.Linear) and f"{name}.weight" in weights.kept:
-        weight = weights.kept[f"{name}.weight"].read()
-    elif type(module) is nn.Module and name in weights.kept:  # a stack [E, K, N], as the model stores it
-        weight = weights.kept[name].read().transpose(-1, -2).contiguous()
+        return PackedLinear(linear, _read_bias(module, name, shape, weights), is_emulating=weights.is_emulating)
+    if kept_name not in weights.kept:
+        return None
+    weight = weights.kept[kept_name].read()
+    if is_stack:  # [E, K, N], as the model stores it
+        weight = weight.transpose(-1, -2).contiguous()
+    _check_shape(name, tuple(weight.shape), shape)
+    return KeptLinear(weight, _read_bias(module, name, shape, weights), weights.stored[name])
+
+
+def _has_bias(module: nn.Linear | ExpertStack) -> bool:
+    return module.has_bias if isinstance(module, ExpertStack) else module.bias is not None
+
+
+def _read_bias(
+    module: nn.Linear | ExpertStack, name: str, shape: tuple[int, ...], weights: HostedWeights
+) -> Tensor | None:
+    full = f"{name}_bias" if isinstance(module, ExpertStack) else f"{name}.bias"
+    if not _has_bias(module) or full not in weights.kept:
+        return None
+    bias = weights.kept[full].read().float()
+    _check_shape(full, tuple(bias.shape), shape[:-1])
+    return bias
+
+
+def _read_parameter(name: str, parameter: nn.Parameter, weights: HostedWeights) -> Tensor | None:
+    """A tensor that is no linear's weight, in the model's dtype; decoded if it is packed all the same."""
+    module = name.removesuffix(".weight")
+    if module in weights.packed:
+        value = decode(load_linear(weights.packed[module], weights.checkpoint.dtype).weight)
+    elif name in weights.kept:
+        value = weights.kept[name].read()
     else:
         return None
-    return KeptLinear(weight, _read_bias(name, weights), weights.stored[name])
+    _check_shape(name, tuple(value.shape), tuple(parameter.shape))
+    return value.to(parameter.dtype)
 
 
-def _read_bias(name: str, weights: HostedWeights) -> Tensor | None:
-    for full in (f"{name}.bias", f"{name}_bias"):
-        if full in weights.kept:
-            return weights.kept[full].read().float()
-    return None
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ModelError(
+            f"{name}: the checkpoint has {list(found)}, the model {list(expected)}",
+            hint="config.json belongs to another model",
+        )
 
 
 def _set_module(root: nn.Module, path: str, module: nn.Module) -> None:

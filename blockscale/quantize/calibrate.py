@@ -10,6 +10,7 @@ lets a killed run go on where it was.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from blockscale.checkpoint.reader import Checkpoint
-from blockscale.errors import ModelError, UsageError
+from blockscale.errors import ModelError, RecipeError, UsageError
 from blockscale.host import attention
 from blockscale.host.linear import KeptLinear
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
+from blockscale.quantize.groups import expert_set
 from blockscale.quantize.plan import PlannedLinear
 from blockscale.quantize.statistics import ActivationStatistics
 from blockscale.texts import Text
@@ -87,6 +89,8 @@ def calibrate(
     model = build_skeleton(config, dtype, attention.register() if with_kv else None)
     weights = host_weights(model, checkpoint, is_emulating=False)
     prefix, layers = decoder_layers(model)
+    wanted = [module for module, linear in linears.items() if linear.scheme.needs_input_scale]
+    _check_observable(wanted, prefix, weights)
     state = _load_state(state_path, data.digest)
     with torch.inference_mode():
         if state is None or state.next_layer < len(layers):
@@ -110,7 +114,7 @@ def calibrate(
     if state_path is not None:
         state.hidden.clear()
         _save_state(state, state_path, data.digest)
-    input_amax, notices = _fill_gaps(state.input_amax, linears)
+    input_amax, notices = _fill_gaps(state.input_amax, wanted)
     return ActivationStatistics(input_amax, state.kv_amax, data.num_tokens, notices)
 
 
@@ -189,7 +193,10 @@ def _observe(layer: nn.Module, weights: HostedWeights, path: str, state: _State,
 
     def keep_input(name: str, x: Tensor) -> None:
         if x.numel():
-            state.input_amax[name] = max(state.input_amax.get(name, 0.0), x.abs().amax().item())
+            amax = x.abs().amax().item()
+            if not math.isfinite(amax):
+                raise _not_finite(f"the input of {name}")
+            state.input_amax[name] = max(state.input_amax.get(name, 0.0), amax)
 
     for name, module in layer.named_modules():
         if isinstance(module, KeptLinear):
@@ -208,39 +215,54 @@ def _keep_kv(name: str, state: _State) -> attention.KVTransform:
     return keep
 
 
-def _check_finite(hidden: Sequence[Tensor], index: int) -> None:
-    for batch in hidden:
-        if not torch.isfinite(batch).all():
-            raise ModelError(
-                f"decoder layer {index} gives NaN or Inf on the calibration text",
-                hint="the model is damaged or needs more than its stored precision",
+def _check_observable(wanted: Sequence[str], prefix: str, weights: HostedWeights) -> None:
+    """Only decoder layers are run: RecipeError, before any work, for a scale that could not be found."""
+    inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
+    for module in wanted:
+        if module not in inside:
+            raise RecipeError(
+                f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
+                hint="store it with 16-bit activations (activation: null), or keep it",
             )
 
 
-def _fill_gaps(
-    seen: Mapping[str, float], linears: Mapping[str, PlannedLinear]
-) -> tuple[dict[str, float], tuple[str, ...]]:
+def _check_finite(hidden: Sequence[Tensor], index: int) -> None:
+    if not all(torch.isfinite(batch).all() for batch in hidden):
+        raise _not_finite(f"the output of decoder layer {index}")
+
+
+def _not_finite(what: str) -> ModelError:
+    return ModelError(
+        f"{what} holds NaN or Inf on the calibration text",
+        hint="the model is damaged or needs more than its stored precision",
+    )
+
+
+def _fill_gaps(seen: Mapping[str, float], wanted: Sequence[str]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Experts that no token reached get the largest amax of their siblings, flagged; a linear without any is left out
     and so refused later."""
-    result = {module: seen[module] for module in linears if seen.get(module, 0.0) > 0.0}
-    notices = []
-    for module in linears:
-        if module in result:
-            continue
-        parent, found, rest = module.partition(".experts.")
-        leaf = rest.rpartition(".")[2]
-        siblings = [
-            amax
-            for m, amax in result.items()
-            if found and m.startswith(f"{parent}.experts.") and m.endswith(f".{leaf}")
-        ]
-        if siblings:
-            result[module] = max(siblings)
-            notices.append(f"{module}: no calibration token reached it; its input scale is its siblings' largest")
-        elif module in seen:
-            result[module] = 0.0
+    siblings: dict[tuple[str, str], float] = {}
+    for module in wanted:
+        if (key := _sibling_key(module)) and module in seen:
+            siblings[key] = max(siblings.get(key, 0.0), seen[module])
+    result, notices = {}, []
+    for module in wanted:
+        amax = seen.get(module)
+        if not amax and (key := _sibling_key(module)) in siblings:
+            why = "no calibration token reached it" if amax is None else "its inputs were all zero"
+            amax = siblings[key]
+            notices.append(f"{module}: {why}; its input scale is its siblings' largest")
+        elif amax == 0.0:
             notices.append(f"{module}: its inputs were all zero; its input scale is 1")
+        if amax is not None:
+            result[module] = amax
     return result, tuple(notices)
+
+
+def _sibling_key(module: str) -> tuple[str, str] | None:
+    """The layer's experts and the projection; None for a linear that has no siblings."""
+    experts = expert_set(module)
+    return None if experts is None else (experts, module.rpartition(".")[2])
 
 
 def _save_state(state: _State, path: Path, digest: str) -> None:

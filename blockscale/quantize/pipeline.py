@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,13 +27,14 @@ from blockscale.checkpoint.source import Source, SourceTensor
 from blockscale.errors import CheckpointError, RecipeError
 from blockscale.formats.spec import FP8, NVFP4, Format
 from blockscale.formats.tensor import check_finite, empty_like_quantized
-from blockscale.quantize.plan import Plan, PlannedLinear, kept_modules
+from blockscale.quantize.plan import NOT_RUN, Plan, PlannedLinear, kept_modules
 from blockscale.quantize.recipe import Recipe
 from blockscale.quantize.statistics import ActivationStatistics
 from blockscale.quantize.weight import WeightError, global_scale_from_amax, quantize_weight
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MAX_WORKERS = 4
+_MIN_SCALE = 2.0**-126  # fp32's smallest normal number
 _KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
 
 
@@ -121,7 +121,7 @@ def run(
 
     layers = {m: LayerRecord(**record) for name in plan.groups for m, record in output.done[name].items()}
     schemes = {m: linear.scheme for m, linear in plan.linears.items()}
-    files = dialect.config_files(source.config, schemes, kept_modules(plan), recipe.kv_cache)
+    files = dialect.config_files(_output_config(source, plan), schemes, kept_modules(plan), recipe.kv_cache)
     files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics)
     output.finish(files, source.companions, check=lambda path: _check_result(path, plan))
     num_parameters = sum(math.prod(t.shape) for t in source.tensors.values())
@@ -130,8 +130,21 @@ def run(
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
 
 
+def _output_config(source: Source, plan: Plan) -> Mapping[str, Any]:
+    """A quantized head is no longer the embedding: loaders that tied the two would leave it out."""
+    if not any(module.rpartition(".")[2] == "lm_head" for module in plan.linears):
+        return source.config
+    untied = {"tie_word_embeddings": False}
+    text_config = source.config.get("text_config")
+    inner = {"text_config": {**text_config, **untied}} if text_config else {}
+    return {**source.config, **inner, **untied}
+
+
 def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> Layout:
-    """Every tensor of the output in the source's order, from meta tensors that pass through the dialect."""
+    """Every tensor of the output in the source's order, from meta tensors that pass through the dialect.
+
+    CheckpointError, before any work, for schemes that the dialect cannot hold.
+    """
     dialect = DIALECTS[recipe.dialect]
     by_first: list[tuple[str, dict[str, Tensor]]] = []
     for linear in plan.linears.values():
@@ -140,12 +153,15 @@ def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> La
         input_scale = scalar if linear.scheme.needs_input_scale else None
         quantized = QuantizedLinear(linear.scheme, weight, input_scale)
         by_first.append((linear.tensor.name, dialect.to_tensors(linear.module, quantized)))
+    dialect.config_files({}, {m: linear.scheme for m, linear in plan.linears.items()}, [], recipe.kv_cache)
     by_first += [(t.name, {t.name: torch.empty(t.shape, dtype=t.dtype, device="meta")}) for t in plan.copied]
     position = {name: i for i, name in enumerate(_source_order(plan))}
     by_first.sort(key=lambda item: position[item[0]])
     layout = {n: (t.dtype, tuple(t.shape)) for _, tensors in by_first for n, t in tensors.items()}
     scalar = torch.empty(())
     for attention in kv_modules:
+        if plan.kept.get(f"{attention}.k_proj") in NOT_RUN:  # no cache of these is calibrated
+            continue
         for name, tensor in dialect.kv_to_tensors(attention, KVScales(scalar, scalar)).items():
             layout[name] = (tensor.dtype, tuple(tensor.shape))
     return layout
@@ -231,7 +247,8 @@ def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) ->
     amaxes = [weight.abs().amax() for weight in weights]
     for linear, weight, amax in zip(linears, weights, amaxes, strict=True):
         check_finite(weight, amax, linear.tensor.name)
-    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method)
+    # dialects store it or its reciprocal: neither may be 0 or infinite
+    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method).clamp(min=_MIN_SCALE)
 
 
 def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:
@@ -245,14 +262,17 @@ def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | N
 
 def input_scale(amax: float, activation: Format) -> Tensor:
     """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8); 1 where nothing but zeros was seen."""
-    bound = {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation]
-    # a denormal scale has an infinite reciprocal, which is what engines use
-    return torch.tensor(max(amax / bound, sys.float_info.min, 2.0**-126) if amax > 0 else 1.0, dtype=torch.float32)
+    return _scale(amax / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
 
 
 def kv_scales(amax: tuple[float, float]) -> KVScales:
-    key, value = (torch.tensor(a / _KV_BOUND if a > 0 else 1.0, dtype=torch.float32) for a in amax)
-    return KVScales(key, value)
+    """Of keys and values; 1 where nothing but zeros was seen."""
+    return KVScales(*(_scale(a / _KV_BOUND) for a in amax))
+
+
+def _scale(value: float) -> Tensor:
+    # a denormal scale has an infinite reciprocal, which is what engines use
+    return torch.tensor(max(value, _MIN_SCALE) if value > 0 else 1.0, dtype=torch.float32)
 
 
 def _record(linear: PlannedLinear, error: WeightError, input_amax: float | None) -> dict[str, Any]:

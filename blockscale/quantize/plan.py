@@ -37,6 +37,7 @@ _ALWAYS_KEPT = {
     "convolution": ("*conv*",),
     "draft layer": ("*mtp*", "*nextn*", "*eagle*"),
 }
+NOT_RUN = ("vision or audio tower", "draft layer")  # what text does not go through
 _UNKNOWN_STACK = "a stack of experts whose layout is not known"
 # What no rule can turn into a quantized linear.
 _NOT_LINEAR = ("embedding", "norm", "convolution", "not a linear weight", "norm, bias or scalar", _UNKNOWN_STACK)

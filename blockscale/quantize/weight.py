@@ -11,10 +11,12 @@ from blockscale.algorithms.four_over_six import four_or_six_block_scale
 from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.errors import FormatError
 from blockscale.formats import fp8, nvfp4
+from blockscale.formats.division import divide
 from blockscale.formats.spec import E2M1, Format, Granularity, get_format
 from blockscale.formats.tensor import QuantizedTensor, check_finite, check_quantizable, decode, encode
 
-_SLICE_ELEMENTS = 1 << 19  # temporaries of a slice stay in the processor's cache
+# On a CPU a slice's temporaries stay in its cache; a GPU wants enough work for each launch.
+_SLICE_ELEMENTS_CPU, _SLICE_ELEMENTS_GPU = 1 << 19, 1 << 24
 
 
 class ScaleMethod(Enum):
@@ -47,7 +49,7 @@ def global_scale_from_amax(amax: Tensor, method: ScaleMethod) -> Tensor:
     """fp32 0-d global scale for the largest magnitude of a tensor, or of all the tensors that share it."""
     if method is ScaleMethod.AMAX:
         return nvfp4.global_scale_from_amax(amax)
-    scale = amax.float() / (E2M1.max * _HEADROOM_MAX)
+    scale = divide(amax, E2M1.max * _HEADROOM_MAX)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
@@ -61,16 +63,16 @@ def quantize_weight(
         raise FormatError(f"{name}: scale '{method.value}' needs an NVFP4 format, got {fmt.name}", hint="use 'amax'")
     amax = x.abs().amax()
     check_finite(x, amax, name)
-    if fmt.has_global_scale and global_scale is None:
-        global_scale = global_scale_from_amax(amax, method)
+    if fmt.has_global_scale:
+        global_scale = global_scale_from_amax(amax, method) if global_scale is None else global_scale.to(x.device)
     fixed = fp8.scale_from_amax(amax, fmt) if fmt.granularity is Granularity.TENSOR else None
 
     rows = x.reshape(-1, x.shape[-1])
-    step = max(1, _SLICE_ELEMENTS // x.shape[-1])
+    step = max(1, (_SLICE_ELEMENTS_CPU if x.device.type == "cpu" else _SLICE_ELEMENTS_GPU) // x.shape[-1])
     if fmt.granularity is Granularity.TILE:
         check_quantizable_tile(x, name)
         step = -(-step // fmt.block_size) * fmt.block_size
-    packed, scales, squared_error, squares = [], [], 0.0, 0.0
+    packed, scales, squared_errors, squares = [], [], [], []
     unit = _unit(amax.item())
     for part in rows.split(step):
         choose = _BLOCK_SCALE.get(method)
@@ -80,12 +82,13 @@ def quantize_weight(
         scales.append(q.block_scale)
         source = part.float() if unit == 1.0 else part.float() * unit
         values = decode(q) if unit == 1.0 else decode(q).mul_(unit)
-        squared_error += torch.sum(values.sub_(source).square_()).item()
-        squares += torch.sum(source.square_() if source is not part else source.square()).item()
+        squared_errors.append(values.sub_(source).square_().sum())
+        squares.append((source.square_() if source is not part else source.square()).sum())
     lead = tuple(x.shape[:-1])
     block_scale = scales[0] if fixed is not None else _join(scales, x, fmt)
     q = QuantizedTensor(fmt, torch.cat(packed).view(*lead, -1), block_scale, global_scale, tuple(x.shape), x.dtype)
-    return q, WeightError(squared_error / unit**2, squares / unit**2)
+    squared_error, power = (torch.stack(sums).double().sum().item() for sums in (squared_errors, squares))
+    return q, WeightError(squared_error / unit**2, power / unit**2)
 
 
 def _unit(amax: float) -> float:

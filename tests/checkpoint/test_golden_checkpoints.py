@@ -136,7 +136,7 @@ def test_weights_lie_within_half_a_gap_of_the_base(name: str, opened: dict[str, 
 
 
 def test_weights_that_were_scaled_before(opened: dict[str, Checkpoint]) -> None:
-    """Activation-aware scaling divides columns by what was folded into the norm before, or is kept beside the weight."""
+    """Activation-aware scaling divides columns by what was folded into the norm before, or kept beside the weight."""
     checkpoint, base = opened[AWQ], base_of(AWQ)
     linears = linears_of(checkpoint)
     kept = {name: tensor.read() for name, tensor in checkpoint.kept.items()}

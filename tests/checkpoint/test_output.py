@@ -251,12 +251,12 @@ def test_an_error_of_the_last_look(job: Job, tmp_path: Path) -> None:
 
 def test_an_error_after_the_folder_is_there_leaves_it_and_the_next_ones_work(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = OutputFolder(out, {}, "job", resume=False)
-    with pytest.raises(ZeroDivisionError), first:
+    with OutputFolder(out, {}, "job", resume=False) as first:
         first.finish({"config.json": "{}"})
-        shutil.rmtree(out)
-        other = job.open(out)  # works at the same place now
-        raise ZeroDivisionError
+    shutil.rmtree(out)
+    other = job.open(out)  # works at the same place now
+    first._lock = os.open(tmp_path, os.O_RDONLY)  # the real one is closed already
+    first.__exit__(ZeroDivisionError, None, None)
     assert (other.work / "plan").is_file()
     other.__exit__(ZeroDivisionError, None, None)
     check_gone(out)
@@ -273,12 +273,16 @@ def test_a_tensor_that_is_not_what_was_planned(job: Job, tmp_path: Path) -> None
 @pytest.mark.parametrize("forgotten", ["w3", "c6", "last", "empty"])
 def test_a_tensor_that_never_came(forgotten: str, job: Job, tmp_path: Path) -> None:
     """Its place would hold zeros."""
-    with pytest.raises(OutputError, match=f"1 tensors were planned and never written, first '{forgotten}'"):
+
+    def run() -> None:
         with job.open(tmp_path / "out") as result:
             for name, tensor in job.tensors.items():
                 if name != forgotten:
                     result.write(name, tensor)
             result.finish({})
+
+    with pytest.raises(OutputError, match=f"1 tensors were planned and never written, first '{forgotten}'"):
+        run()
     check_gone(tmp_path / "out")
 
 
@@ -376,9 +380,9 @@ def test_an_interruption_without_progress_keeps_nothing(job: Job, tmp_path: Path
 
 def test_an_interruption_keeps_another_stages_state(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt), job.open(out) as result:
-        result.state_path("calibration.safetensors").write_bytes(b"statistics")
-        raise KeyboardInterrupt
+    result = job.open(out)
+    result.state_path("calibration.safetensors").write_bytes(b"statistics")
+    result.__exit__(KeyboardInterrupt, None, None)
     with job.open(out, resume=True) as result:
         assert result.was_resumed
         assert result.state_path("calibration.safetensors").read_bytes() == b"statistics"
@@ -477,7 +481,7 @@ def test_killed_at_any_line(job: Job, whole: dict[str, bytes], tmp_path: Path) -
     """Killed anywhere, killed again as it resumes, and resumed: the same bytes, or the folder was there already."""
     choose = random.Random(0)
     reached_end = False
-    for i, number in enumerate([*range(1, 60), *sorted(choose.sample(range(60, 900), 60)), 100_000]):
+    for i, number in enumerate([*range(1, 60, 2), *sorted(choose.sample(range(60, 760), 40)), 100_000]):
         out = tmp_path / f"out{i}"
 
         def work(resume: bool, at: int, out: Path = out) -> Callable[[], None]:

@@ -12,9 +12,7 @@ from blockscale.checkpoint.source import Source, SourceTensor
 H = 64  # hidden size
 
 
-def source(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16, **config: Any
-) -> Source:
+def source(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16, **config: Any) -> Source:
     """A source of those tensors, all of one dtype; the rest is its config."""
     tensors = {}
     for name, shape in shapes.items():

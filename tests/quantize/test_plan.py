@@ -232,9 +232,7 @@ def test_a_pattern_that_matches_nothing(pattern: str) -> None:
         assert "layers.0" in error.value.hint
 
 
-@pytest.mark.parametrize(
-    "recipe", [with_rules(keep=("*",)), with_rules(weight=KEEP), with_rules(Rule("*_proj", KEEP))]
-)
+@pytest.mark.parametrize("recipe", [with_rules(keep=("*",)), with_rules(weight=KEEP), with_rules(Rule("*_proj", KEEP))])
 def test_a_recipe_that_matches_nothing(recipe: Recipe) -> None:
     with pytest.raises(RecipeError, match="mine matches no weight"):
         plan_of(llama(1), recipe)

@@ -23,7 +23,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: in
 
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_module, "_SLICE_ELEMENTS", 512)
+    monkeypatch.setattr(weight_module, "_SLICE_ELEMENTS_CPU", 512)
 
 
 def parts(q: QuantizedTensor) -> list[Tensor]:
@@ -64,7 +64,7 @@ def test_slices_do_not_change_a_method(
 ) -> None:
     x = normal(shape)
     sliced = quantize_tensor(x, scale=method)
-    monkeypatch.setattr(weight_module, "_SLICE_ELEMENTS", 1 << 30)
+    monkeypatch.setattr(weight_module, "_SLICE_ELEMENTS_CPU", 1 << 30)
     assert_same(sliced, quantize_tensor(x, scale=method.value))
 
 

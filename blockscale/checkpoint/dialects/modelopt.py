@@ -86,6 +86,8 @@ def read_model(folder: Folder) -> StoredModel:
         else:
             continue
         own, group_size = _layer_algorithm(module, quantization)
+        if own is None and algorithm == "MIXED_PRECISION":
+            raise CheckpointError(f"{module} has scales, but quantized_layers does not name it")
         if own not in ALGORITHMS:
             known = ", ".join([*ALGORITHMS, "MIXED_PRECISION"])
             raise CheckpointError(f"{module}: quant_algo {own!r} is not read", hint=f"known: {known}")

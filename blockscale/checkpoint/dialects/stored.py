@@ -103,14 +103,15 @@ def check_no_loose_parts(
     linears: Mapping[str, StoredLinear], tensors: Mapping[str, TensorInfo], endings: tuple[str, ...]
 ) -> None:
     """CheckpointError for codes without scales, or a scale (by the `endings` of their names) without codes."""
+    hint = "the checkpoint is incomplete; engines would read uninitialised memory here"
     taken = {info.name for linear in linears.values() for info in linear.tensors.values()}
-    for name, info in tensors.items():
-        is_codes = info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and len(info.shape) > 1)
-        if name not in taken and (is_codes or name.endswith(endings)):
-            what = "has no weight_scale" if is_codes else "belongs to no quantized weight"
-            raise CheckpointError(
-                f"{name} {what}", hint="the checkpoint is incomplete; engines would read uninitialised memory here"
-            )
+    loose = [info for name, info in tensors.items() if name not in taken]
+    for info in loose:
+        if info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and len(info.shape) > 1):
+            raise CheckpointError(f"{info.name} has no weight_scale", hint=hint)
+    for info in loose:
+        if info.name.endswith(endings):
+            raise CheckpointError(f"{info.name} belongs to no quantized weight", hint=hint)
 
 
 def pair_kv_scales(
