@@ -69,6 +69,8 @@ def quantize(
         data = tokenize([texts.read_text(t) for t in calibration], load_tokenizer(path), max_calibration_tokens)
     elif chosen.needs_calibration:
         chosen, notices = _without_calibration(chosen)
+    elif calibration:
+        notices = (f"recipe {chosen.name} has no scale to calibrate: the calibration text is not used",)
     plan = make_plan(source, chosen, strict=strict)
     kv_modules = _kv_modules(source, chosen)
     layout = pipeline.output_layout(plan, chosen, kv_modules)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from blockscale.errors import ModelError
+from blockscale.host.skeleton import DATA_FREE
 
-_SPLIT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_PLAIN_NAMES = (("up_proj", "down_proj"),)
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -21,39 +23,49 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 class ExpertStack(nn.Module):
-    """The place of one projection of all experts, weights [E, N, K], before it has any."""
+    """The place of one projection of all experts, weights [E, N, K], before it has any.
 
-    def __init__(self, shape: tuple[int, ...], *, has_bias: bool) -> None:
+    `is_transposed`: the model, and so the checkpoint, stores it [E, K, N].
+    """
+
+    def __init__(self, original: Any, name: str) -> None:
         super().__init__()
-        self.shape = shape
-        self.has_bias = has_bias
+        experts, *matrix = getattr(original, name).shape
+        self.is_transposed = bool(original.is_transposed)
+        self.shape: tuple[int, ...] = (experts, *(reversed(matrix) if self.is_transposed else matrix))
+        self.has_bias = bool(original.has_bias)
 
 
 class HostedExperts(nn.Module):
     """Takes the place of a fused experts module; same call, same result.
 
-    Children are `<expert>.<gate|up|down name>` where the checkpoint has one linear per expert, else `gate_up_proj`
-    and `down_proj`, stacks that take an expert's number.
+    Children are `<expert>.<gate|up|down name>` where the checkpoint has one linear per expert, else `gate_up_proj` (or
+    `up_proj`, for experts without a gate) and `down_proj`, stacks that take an expert's number.
     """
 
     def __init__(self, original: Any, names: set[str]) -> None:
         """`names`: the checkpoint's tensor names below this module."""
         super().__init__()
-        if not getattr(original, "has_gate", False) or getattr(original, "has_post_expert_norm", False):
-            raise ModelError(f"{type(original).__name__}: experts of this kind are not hosted")
-        self._apply_gate = original._apply_gate  # bound to the original, which keeps its activation and limits
-        down, gate_up = (_stack_shape(original, name) for name in ("down_proj", "gate_up_proj"))
-        self.num_experts = down[0]
-        self.leaves = next((leaves for leaves in _SPLIT_NAMES if f"0.{leaves[0]}.weight" in names), None)
+        if not hasattr(original, "has_gate") or getattr(original, "has_post_expert_norm", False):
+            raise ModelError(f"{type(original).__name__}: experts of this kind are not hosted", hint=DATA_FREE)
+        # bound to the original, which keeps its activation and limits
+        self._activate = original._apply_gate if original.has_gate else original.act_fn
+        self.first = "gate_up_proj" if original.has_gate else "up_proj"
+        first, down = ExpertStack(original, self.first), ExpertStack(original, "down_proj")
+        self.num_experts = down.shape[0]
+        all_leaves = _GATED_NAMES if original.has_gate else _PLAIN_NAMES
+        self.leaves = next((leaves for leaves in all_leaves if f"0.{leaves[0]}.weight" in names), None)
         if self.leaves is None:
-            self.gate_up_proj = ExpertStack(gate_up, has_bias=original.has_bias)
-            self.down_proj = ExpertStack(down, has_bias=original.has_bias)
+            self.add_module(self.first, first)
+            self.down_proj = down
             return
-        half = (gate_up[1] // 2, gate_up[2])
+        _, n, k = first.shape
+        num_first = len(self.leaves) - 1  # gate and up are halves of the first stack
+        shapes = [*[(n // num_first, k)] * num_first, down.shape[1:]]
         for expert in range(self.num_experts):
             linears = {
-                leaf: nn.Linear(k, n, bias=original.has_bias, device="meta")
-                for leaf, (n, k) in zip(self.leaves, (half, half, down[1:]), strict=True)
+                leaf: nn.Linear(k, n, bias=first.has_bias, device="meta")
+                for leaf, (n, k) in zip(self.leaves, shapes, strict=True)
             }
             self.add_module(str(expert), nn.ModuleDict(linears))
 
@@ -71,13 +83,6 @@ class HostedExperts(nn.Module):
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         if self.leaves is None:
-            gated = self._apply_gate(self.gate_up_proj(x, expert))
-            return self.down_proj(gated, expert)
-        gate, up, down = (self.get_submodule(f"{expert}.{leaf}") for leaf in self.leaves)
-        return down(self._apply_gate(torch.cat((gate(x), up(x)), dim=-1)))
-
-
-def _stack_shape(original: Any, name: str) -> tuple[int, ...]:
-    """[E, N, K] of a fused module's parameter, whichever way round it holds it."""
-    experts, *matrix = getattr(original, name).shape
-    return (experts, *(reversed(matrix) if original.is_transposed else matrix))
+            return self.down_proj(self._activate(self.get_submodule(self.first)(x, expert)), expert)
+        *first, down = (self.get_submodule(f"{expert}.{leaf}") for leaf in self.leaves)
+        return down(self._activate(torch.cat([linear(x) for linear in first], dim=-1)))

@@ -10,7 +10,7 @@ from torch import nn
 
 from blockscale.errors import ModelError
 
-_DATA_FREE = "recipes without calibration (nvfp4-w4a16, mxfp4, fp8) need no model class"
+DATA_FREE = "recipes without calibration (nvfp4-w4a16, mxfp4, fp8) need no model class"
 
 
 def load_config(path: Path) -> Any:
@@ -20,7 +20,7 @@ def load_config(path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as e:
-        raise ModelError(f"{path}: transformers cannot read the config: {_first_line(e)}", hint=_DATA_FREE) from e
+        raise ModelError(f"{path}: transformers cannot read the config: {_first_line(e)}", hint=DATA_FREE) from e
     for owner in (config, getattr(config, "text_config", None)):
         if owner is not None and hasattr(owner, "quantization_config"):
             delattr(owner, "quantization_config")
@@ -38,7 +38,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str | None = None
                 model.set_attn_implementation(attention)
     except (ValueError, ImportError, KeyError) as e:
         raise ModelError(
-            f"transformers has no language model for '{config.model_type}': {_first_line(e)}", hint=_DATA_FREE
+            f"transformers has no language model for '{config.model_type}': {_first_line(e)}", hint=DATA_FREE
         ) from e
     model.eval().requires_grad_(False)
     _restore_buffers(model)
@@ -67,17 +67,26 @@ def _restore_buffers(model: Any) -> None:
 
     ModelError for one that transformers leaves as it is: its memory would hold anything.
     """
-    for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
-        if not names:
-            continue
-        for name in names:
-            module._buffers[name] = _unset(module._buffers[name])
-        with torch.no_grad():
+    found = {
+        f"{path}.{name}": (module, name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers[name] is not None
+    }
+    for module, name in found.values():
+        module._buffers[name] = _unset(module._buffers[name])
+
+    def unset() -> list[str]:
+        return [path for path, (module, name) in found.items() if _is_unset(module._buffers[name])]
+
+    with torch.no_grad():
+        for module in {id(module): module for module, _ in found.values()}.values():
             model._init_weights(module)
-        for name in names:
-            if _is_unset(module._buffers[name]):
-                raise ModelError(f"{type(model).__name__}: no way is known to compute '{path}.{name}'", hint=_DATA_FREE)
+        if unset():  # some models fill their children's buffers
+            for module in model.modules():
+                model._init_weights(module)
+    if unset():
+        raise ModelError(f"{type(model).__name__}: no way is known to compute '{unset()[0]}'", hint=DATA_FREE)
 
 
 _MARK = -128.0  # no computed buffer consists of it
@@ -101,7 +110,7 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
             prefix = next(n for n, m in model.named_modules() if m is module)
             assert name
             return prefix, module
-    raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers", hint=_DATA_FREE)
+    raise ModelError(f"{type(model).__name__}: no list of {count} decoder layers", hint=DATA_FREE)
 
 
 def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
     missing = []
     for name, module in list(root.named_modules()):
         full = prefix + name
-        if is_skipped(full + ".") or not isinstance(module, nn.Linear | ExpertStack):
+        if is_skipped(full + ".") or not _is_linear(module):
             continue
         replacement = _linear(module, full, weights)
         if replacement is not None:
@@ -121,11 +121,17 @@ def _check_missing(model: nn.Module, missing: list[str]) -> None:
         )
 
 
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | ExpertStack]:
+    """Subclasses with a forward of their own, such as routers, do something else."""
+    return isinstance(module, ExpertStack) or type(module).forward is nn.Linear.forward
+
+
 def _linear(module: nn.Linear | ExpertStack, name: str, weights: HostedWeights) -> PackedLinear | KeptLinear | None:
     """What takes the module's place; None if the checkpoint has no weight for it."""
-    is_stack = isinstance(module, ExpertStack)
-    shape = module.shape if isinstance(module, ExpertStack) else (module.out_features, module.in_features)
-    kept_name = name if is_stack else f"{name}.weight"
+    if isinstance(module, ExpertStack):
+        shape, kept_name = module.shape, name
+    else:
+        shape, kept_name = (module.out_features, module.in_features), f"{name}.weight"
     if name in weights.packed:
         _check_shape(name, weights.packed[name].shape, shape)
         linear = load_linear(weights.packed[name], weights.checkpoint.dtype)
@@ -133,7 +139,7 @@ def _linear(module: nn.Linear | ExpertStack, name: str, weights: HostedWeights) 
     if kept_name not in weights.kept:
         return None
     weight = weights.kept[kept_name].read()
-    if is_stack:  # [E, K, N], as the model stores it
+    if isinstance(module, ExpertStack) and module.is_transposed:
         weight = weight.transpose(-1, -2).contiguous()
     _check_shape(name, tuple(weight.shape), shape)
     return KeptLinear(weight, _read_bias(module, name, shape, weights), weights.stored[name])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.errors import ModelError, RecipeError, UsageError
 from blockscale.host import attention
-from blockscale.host.linear import KeptLinear
+from blockscale.host.linear import KeptLinear, Observer
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
 from blockscale.quantize.groups import expert_set
@@ -90,12 +90,12 @@ def calibrate(
     weights = host_weights(model, checkpoint, is_emulating=False)
     prefix, layers = decoder_layers(model)
     wanted = [module for module, linear in linears.items() if linear.scheme.needs_input_scale]
-    _check_observable(wanted, prefix, weights)
-    state = _load_state(state_path, data.digest)
+    state = _load_state(state_path, data.digest) or _State(0, [], {}, {})
     with torch.inference_mode():
-        if state is None or state.next_layer < len(layers):
-            hidden, arguments = _record_arguments(model, weights, prefix, data.windows, device)
-            state = state or _State(0, hidden, {}, {})
+        if state.next_layer < len(layers):
+            embedded, arguments = _record_arguments(model, weights, prefix, data.windows, device, state.input_amax)
+            state.hidden = state.hidden or embedded
+            _check_observable(wanted, state.input_amax, prefix, weights)
         last_save = time.monotonic()
         for index in range(state.next_layer, len(layers)):
             layer = materialized_copy(model, weights, f"{prefix}.{index}").to(device)
@@ -118,47 +118,78 @@ def calibrate(
     return ActivationStatistics(input_amax, state.kv_amax, data.num_tokens, notices)
 
 
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments beside the hidden states
+
+
 class _Listener(nn.Module):
     """Stands for a decoder layer, writes down what it is called with and passes the hidden states on."""
 
-    def __init__(self, layer: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def __init__(self, layer: nn.Module, calls: list[_Call], answer: "_Answer") -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.answer = calls, answer
         # models look at attributes of their layers, such as the kind of attention
         for name, value in vars(layer).items():
             if not name.startswith("_") and not hasattr(self, name):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
-        return hidden_states
+        return self.answer(hidden_states, args, kwargs)
+
+
+class _Answer:
+    """Hidden states in the form in which the model's layers return them: alone, or first of a tuple. Looked up once by
+    running a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer: nn.Module | None = layer
+        self.others: tuple[None, ...] | None = None
+
+    def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.layer is not None:
+            output = self.layer(hidden, *args, **kwargs)
+            self.others = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+            self.layer = None
+        return hidden if self.others is None else (hidden, *self.others)
 
 
 def _record_arguments(
-    model: Any, weights: HostedWeights, prefix: str, windows: Tensor, device: str
-) -> tuple[list[Tensor], list[list[tuple[tuple[Any, ...], dict[str, Any]]]]]:
-    """The embedded batches [B, T, H], and per layer the other arguments of each batch's call."""
+    model: Any, weights: HostedWeights, prefix: str, windows: Tensor, device: str, input_amax: dict[str, float]
+) -> tuple[list[Tensor], list[list[_Call]]]:
+    """The embedded batches [B, T, H], and per layer the other arguments of each batch's call. What linears before the
+    first layer are given goes to `input_amax`."""
     decoder_path = prefix.rpartition(".")[0]
+    answer = _Answer(materialized_copy(model, weights, f"{prefix}.0").to(device))
     decoder = materialize(model, weights, decoder_path, skip=prefix)
     layers = model.get_submodule(prefix)
-    calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in layers]
-    listeners = nn.ModuleList([_Listener(layer, c) for layer, c in zip(layers, calls, strict=True)])
+    calls: list[list[_Call]] = [[] for _ in layers]
+    listeners = nn.ModuleList([_Listener(layer, c, answer) for layer, c in zip(layers, calls, strict=True)])
     owner, leaf = model.get_submodule(decoder_path), prefix.rpartition(".")[2]
     embedded: list[Tensor] = []
-    listeners[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0].cpu()))
+    before_layers = [module for module in decoder.modules() if isinstance(module, KeptLinear)]
+
+    def observe(observer: Observer | None) -> None:
+        for module in before_layers:
+            module.observer = observer
+
+    def begin_layers(_: nn.Module, args: tuple[Any, ...]) -> None:
+        observe(None)
+        embedded.append(args[0].cpu())
+
+    listeners[0].register_forward_pre_hook(begin_layers)
     setattr(owner, leaf, listeners)
     try:
         decoder.to(device)
         for batch in windows.split(BATCH):
+            observe(_keep_input(input_amax))
             decoder(input_ids=batch.to(device), use_cache=False)
     finally:
+        observe(None)
         setattr(owner, leaf, layers)
     return embedded, [_without_copies(c) for c in calls]
 
 
-def _without_copies(
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]],
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _without_copies(calls: list[_Call]) -> list[_Call]:
     """Batches mostly share masks and rotary embeddings: keep the first of equal tensors."""
     first_args, first_kwargs = calls[0]
 
@@ -191,19 +222,23 @@ class _State:
 def _observe(layer: nn.Module, weights: HostedWeights, path: str, state: _State, with_kv: bool) -> None:
     """Sets the layer's linears and attention to report to `state`."""
 
-    def keep_input(name: str, x: Tensor) -> None:
+    for name, module in layer.named_modules():
+        if isinstance(module, KeptLinear):
+            module.observer = _keep_input(state.input_amax)
+        if with_kv and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
+            stored = weights.stored[f"{path}.{name}.k_proj"].removesuffix(".k_proj")
+            module.kv_transform = _keep_kv(stored, state)
+
+
+def _keep_input(seen: dict[str, float]) -> Observer:
+    def keep(name: str, x: Tensor) -> None:
         if x.numel():
             amax = x.abs().amax().item()
             if not math.isfinite(amax):
                 raise _not_finite(f"the input of {name}")
-            state.input_amax[name] = max(state.input_amax.get(name, 0.0), amax)
+            seen[name] = max(seen.get(name, 0.0), amax)
 
-    for name, module in layer.named_modules():
-        if isinstance(module, KeptLinear):
-            module.observer = keep_input
-        if with_kv and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
-            stored = weights.stored[f"{path}.{name}.k_proj"].removesuffix(".k_proj")
-            module.kv_transform = _keep_kv(stored, state)
+    return keep
 
 
 def _keep_kv(name: str, state: _State) -> attention.KVTransform:
@@ -215,11 +250,12 @@ def _keep_kv(name: str, state: _State) -> attention.KVTransform:
     return keep
 
 
-def _check_observable(wanted: Sequence[str], prefix: str, weights: HostedWeights) -> None:
-    """Only decoder layers are run: RecipeError, before any work, for a scale that could not be found."""
+def _check_observable(wanted: Sequence[str], seen: Mapping[str, float], prefix: str, weights: HostedWeights) -> None:
+    """Only decoder layers, and what comes before them, are run: RecipeError, before the long work, for a scale that
+    could not be found."""
     inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
     for module in wanted:
-        if module not in inside:
+        if module not in inside and module not in seen:
             raise RecipeError(
                 f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
                 hint="store it with 16-bit activations (activation: null), or keep it",

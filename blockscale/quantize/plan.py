@@ -35,6 +35,7 @@ _ALWAYS_KEPT = {
         "mlp1",  # InternVL's projector
     ),
     "convolution": ("*conv*",),
+    "state-space parameter": ("*.dt_proj", "*.x_proj"),
     "draft layer": ("*mtp*", "*nextn*", "*eagle*"),
 }
 NOT_RUN = ("vision or audio tower", "draft layer")  # what text does not go through
@@ -47,6 +48,8 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 # Models whose stacks of experts are stored [E, K, N], input dimension in the middle.
 _TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 _STACK_NAMES = ("gate_up_proj", "down_proj")
+# Models whose weights are stored [K, N]: their blocks would run along the wrong dimension.
+_INPUT_FIRST = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def make_plan(source: Source, recipe: Recipe, *, strict: bool = False) -> Plan:
             continue
         used.add(rule)
         planned = _planned(module, tensor, rule, source.config)
-        problem = _shape_problem(planned)
+        problem = _shape_problem(planned, source.config)
         if problem:
             if strict:
                 raise RecipeError(f"{module}: {problem}", hint="drop --strict, or keep it with --keep")
@@ -176,8 +179,10 @@ def _planned(module: str, tensor: SourceTensor, rule: Rule, config: Mapping[str,
     return PlannedLinear(module, tensor, rule_scheme(rule), ScaleMethod(rule.scale), shape, is_transposed)
 
 
-def _shape_problem(linear: PlannedLinear) -> str | None:
+def _shape_problem(linear: PlannedLinear, config: Mapping[str, Any]) -> str | None:
     fmt = linear.scheme.weight
+    if _text_config(config).get("model_type") in _INPUT_FIRST:
+        return "a weight stored with its input dimension first"
     if linear.tensor.dtype not in FLOAT_DTYPES:
         return f"a weight of {linear.tensor.dtype}"
     if len(linear.shape) != 2 and not linear.is_transposed:

@@ -7,7 +7,7 @@
     kv_cache: fp8            # or nvfp4, or null
     keep: ["*.layers.0.*"]   # stays in 16 bits, beside what always does
     rules:                   # first match wins; `weight: keep` keeps
-      - {match: "*.down_proj", weight: fp8-channel, activation: fp8-token}
+      - {match: "*.down_proj", weight: fp8, activation: fp8}
 
 A pattern is a shell glob on the whole module name (`*` crosses dots); one without a wildcard also covers every module
 below that name.

@@ -171,13 +171,19 @@ def test_kv_scales_come_back(dialect: str, kv_format: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_schemes_mixed_by_layer_come_back(dialect: str, tmp_path: Path) -> None:
-    schemes = [W4A4, W4A16, W8A8, W8A8_DYNAMIC]
+    schemes = [W4A4, W4A16, W8A8] if dialect == "modelopt" else [W4A4, W4A16, W8A8, W8A8_DYNAMIC]
     written = {f"model.layers.{i}.mlp.down_proj": linear(scheme, seed=i) for i, scheme in enumerate(schemes)}
     written |= {f"model.layers.9.mlp.experts.{i}.up_proj": linear(W4A4, seed=i) for i in range(3)}
     # a name that is another's beginning, and one that lies below another
     written |= {"model.layers.1.mlp.down_proj_2": linear(W8A8), "model.layers.1.mlp.down_proj.inner": linear(W8A8)}
     found = read(write(tmp_path / "out", dialect, written))[1]
     assert {n: x.scheme for n, x in found.items()} == {n: x.scheme for n, x in written.items()}
+
+
+def test_a_mixture_that_engines_cannot_load_is_refused(tmp_path: Path) -> None:
+    mixture = {"a.q_proj": linear(W4A4), "b.q_proj": linear(W8A8_DYNAMIC)}
+    with pytest.raises(CheckpointError, match=r"b\.q_proj.*cannot be mixed"):
+        write(tmp_path / "out", "modelopt", mixture)
 
 
 @pytest.mark.parametrize(("dialect", "scheme"), PAIRS, ids=PAIR_IDS)

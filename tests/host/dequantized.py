@@ -1,7 +1,6 @@
 """A quantized checkpoint turned back into plain fp32 tensors, so that transformers alone can run it as a reference."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,10 @@ def dequantized_copy(checkpoint_path: Path, target: Path) -> Path:
     assert checkpoint.quantized is not None
     tensors = {name: tensor.read().float() for name, tensor in checkpoint.kept.items()}
     for module, stored in checkpoint.quantized.linears.items():
-        weight = decode(load_linear(stored, torch.float32).weight)
+        linear = load_linear(stored, torch.float32)
+        weight = decode(linear.weight)
+        if linear.pre_quant_scale is not None:  # y = (x * s) W^T
+            weight = weight * linear.pre_quant_scale.float()
         if weight.dim() == 3:  # a stack is stored [E, K, N], under its own name
             tensors[module] = weight.transpose(-1, -2).contiguous()
         else:
@@ -28,9 +30,8 @@ def dequantized_copy(checkpoint_path: Path, target: Path) -> Path:
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((checkpoint_path / "config.json").read_text())
-    del config["quantization_config"]
+    config.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(config))
-    shutil.copyfile(checkpoint_path / "tokenizer.json", target / "tokenizer.json")
     return target
 
 

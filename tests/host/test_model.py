@@ -23,6 +23,7 @@ from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from .dequantized import dequantized_copy, transformers_logits
 
 Find = Callable[[str], Path]
+CHECKPOINTS = Path(__file__).parents[1] / "golden" / "checkpoints"
 FAMILIES = ("llama", "mixtral", "gemma3_text", "qwen2", "qwen3", "phi3", "deepseek_v3", "gpt_oss")
 
 
@@ -39,6 +40,21 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_golden_models_are_exact(name: str, golden_checkpoint: Find) -> None:
     path = golden_checkpoint(name)
     assert torch.equal(load_model(path).logits(token_ids(256)), transformers_logits(path, token_ids(256)))
+
+
+PEERS = sorted(p.name for p in CHECKPOINTS.iterdir() if p.is_dir() and not p.name.startswith("base_"))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_checkpoints_of_other_tools(name: str, golden_checkpoint: Find, tmp_path: Path) -> None:
+    """Every dialect and scheme they write: the same as transformers on the decoded weights, and close to the source."""
+    path = golden_checkpoint(name)
+    found = load_model(path, emulate_activations=False).logits(token_ids(256))
+    expected = transformers_logits(dequantized_copy(path, tmp_path / "plain"), token_ids(256))
+    assert relative(found, expected) < 1e-5
+    source = transformers_logits(golden_checkpoint(f"base_{name.split('_')[1]}"), token_ids(256))
+    emulated = relative(load_model(path).logits(token_ids(256)), source)
+    assert relative(found, source) <= emulated < 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

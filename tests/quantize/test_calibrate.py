@@ -1,8 +1,10 @@
 """Activation ranges against hooks in the whole model, and what happens where text does not reach."""
 
+import gc
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -127,26 +129,28 @@ def test_kv_amax_is_what_the_cache_holds(name: str, golden_checkpoint: Find) -> 
 
 
 def test_one_layer_at_a_time(golden_checkpoint: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are filled as copies that go again; the skeleton keeps nothing of them."""
-    models, alive = [], []
+    """Layers are filled as copies that go before the next one comes; the skeleton keeps nothing of them."""
+    models, copies = [], []
     build, copy_layer = calibrate_module.build_skeleton, calibrate_module.materialized_copy
 
     def remember(*args):
         models.append(build(*args))
         return models[-1]
 
-    def count(*args):
-        layer = copy_layer(*args)
-        alive.append(layer)
-        held = [weight for _, weight in models[0].model.layers.named_parameters() if not weight.is_meta]
-        assert not held
+    def copy_alone(model: nn.Module, weights, path: str) -> nn.Module:
+        gc.collect()
+        assert not [name for name, layer in copies if layer() is not None], "a layer is still held"
+        assert all(p.is_meta for p in models[0].model.layers.parameters())
+        layer = copy_layer(model, weights, path)
         assert not any(p.is_meta for p in layer.parameters())
+        copies.append((path, weakref.ref(layer)))
         return layer
 
     monkeypatch.setattr(calibrate_module, "build_skeleton", remember)
-    monkeypatch.setattr(calibrate_module, "materialized_copy", count)
+    monkeypatch.setattr(calibrate_module, "materialized_copy", copy_alone)
     run(golden_checkpoint("base_llama"), windows(vocabulary=256), with_kv=True)
-    assert len(alive) == 2
+    # the first time to see in which form a layer answers
+    assert [path for path, _ in copies] == ["model.layers.0", "model.layers.0", "model.layers.1"]
     (model,) = models
     layers = model.model.layers
     assert type(layers) is nn.ModuleList
@@ -238,13 +242,17 @@ def test_only_what_needs_a_scale_is_filled_and_noticed(golden_checkpoint: Find, 
     assert "model.layers.0.mlp.down_proj" not in found.input_amax
 
 
-def test_a_head_cannot_be_calibrated(golden_checkpoint: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before the model is run, and with a way out."""
+def test_a_head_cannot_be_calibrated(golden_checkpoint: Find) -> None:
+    """Said before the layers are run, and with a way out."""
     path = golden_checkpoint("base_llama")
     recipe = Recipe("x", "nvfp4", "nvfp4", rules=(Rule("lm_head", "nvfp4", "nvfp4"),))
-    monkeypatch.setattr(calibrate_module, "materialize", lambda *a, **k: pytest.fail("the model was run"))
     with pytest.raises(RecipeError, match="lm_head: its input scale cannot be calibrated") as error:
-        run(path, windows(vocabulary=256), linears=planned(path, recipe))
+        run(
+            path,
+            windows(vocabulary=256),
+            linears=planned(path, recipe),
+            progress=lambda *a: pytest.fail("a layer was run"),
+        )
     assert "activation: null" in error.value.hint
 
 
@@ -281,6 +289,25 @@ def test_a_state_of_other_data_is_not(golden_checkpoint: Find, tmp_path: Path) -
     run(path, windows(vocabulary=256), state_path=state)
     other = CalibrationData(windows(3, vocabulary=256).windows, "other")
     assert run(path, other, state_path=state) == run(path, other)
+
+
+def test_only_equal_arguments_are_shared() -> None:
+    """A layer's arguments may depend on the batch; what does not is held once."""
+    mask, rotary = torch.ones(1, 4), (torch.zeros(4), torch.ones(4))
+    first = ((mask,), {"rotary": rotary, "per_layer": torch.zeros(2, 4), "flag": None})
+    second = (
+        (mask.clone(),),
+        {"rotary": (rotary[0].clone(), torch.full((4,), 2.0)), "per_layer": torch.ones(2, 4), "flag": None},
+    )
+    smaller = ((torch.ones(1, 3),), {"rotary": rotary, "per_layer": torch.zeros(1, 4), "flag": None})
+    shared = calibrate_module._without_copies([first, second, smaller])
+    assert shared[1][0][0] is mask
+    assert shared[1][1]["rotary"][0] is rotary[0]
+    assert shared[1][1]["rotary"][1].tolist() == [2.0] * 4
+    assert shared[1][1]["per_layer"].tolist() == [[1.0] * 4] * 2
+    assert shared[2][0][0].shape == (1, 3)
+    assert shared[2][1]["per_layer"].shape == (1, 4)
+    assert shared[2][1]["flag"] is None
 
 
 def characters(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:

@@ -16,12 +16,15 @@ from blockscale.checkpoint.dialects.stored import load_linear
 from blockscale.checkpoint.folder import open_folder
 from blockscale.checkpoint.output import partial_path
 from blockscale.checkpoint.reader import open_checkpoint
+from blockscale.checkpoint.source import open_source
 from blockscale.errors import BlockscaleError, CheckpointError, NonFiniteError, OutputError, RecipeError
 from blockscale.formats.spec import FORMATS
 from blockscale.formats.tensor import decode
 from blockscale.quantize.groups import group_name
 from blockscale.quantize.pipeline import input_scale, kv_scales
+from blockscale.quantize.plan import make_plan
 from blockscale.quantize.recipe import KEEP, RECIPES, Recipe, Rule
+from blockscale.quantize.statistics import ActivationStatistics
 from blockscale.quantize.weight import quantize_tensor
 
 from .sources import llama, moe
@@ -200,7 +203,7 @@ def test_the_record(write_model, tmp_path: Path) -> None:
     recipe = Recipe("mine", "nvfp4", keep=("*.zzz",), rules=rules)
     with pytest.raises(RecipeError, match=r"'\*\.zzz' matches no module"):
         api.quantize(write_model(CONFIG, [tensors]), tmp_path / "q", recipe)
-    recipe = Recipe("mine", "nvfp4", rules=rules)
+    recipe = Recipe("mine", "nvfp4", rules=rules, dialect="compressed-tensors")
     source = tmp_path / "model"
     api.quantize(source, tmp_path / "q", recipe)
     record = json.loads((tmp_path / "q" / "blockscale.json").read_text())
@@ -303,15 +306,19 @@ def test_a_tied_head_stays_as_it_is(write_model, tmp_path: Path) -> None:
         api.quantize(source, tmp_path / "r", Recipe("x", "nvfp4", rules=(Rule("lm_head", "nvfp4"),)))
 
 
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-def test_mixed_formats(dialect: str, write_model, tmp_path: Path) -> None:
-    rules = (Rule("*.self_attn.*", "fp8-channel", "fp8-token"),)
-    source = write_model({**CONFIG, "num_experts": 4}, spread(drawn(moe(4)), 2))
-    api.quantize(source, tmp_path / "q", Recipe("x", "nvfp4", rules=rules, dialect=dialect))
+@pytest.mark.parametrize(
+    ("dialect", "fp8"), [("modelopt", ("fp8", "fp8")), ("compressed-tensors", ("fp8-channel", "fp8-token"))]
+)
+def test_mixed_formats(
+    dialect: str, fp8: tuple[str, str], with_tokenizer: Find, calibration_text: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe("x", "nvfp4", rules=(Rule("*.self_attn.*", *fp8),), dialect=dialect)
+    options = {"calibration": [calibration_text], "max_calibration_tokens": 1024}
+    api.quantize(with_tokenizer("base_qwen3moe"), tmp_path / "q", recipe, **options)
     linears = open_checkpoint(tmp_path / "q").quantized.linears
-    assert linears["model.layers.0.self_attn.q_proj"].scheme.weight is FORMATS["fp8-channel"]
+    assert linears["model.layers.0.self_attn.q_proj"].scheme.weight is FORMATS[fp8[0]]
     assert linears["model.layers.0.mlp.experts.3.up_proj"].scheme.weight is FORMATS["nvfp4"]
-    assert len(linears) == 16
+    assert len(linears) == 2 * 16
 
 
 def test_strict(write_model, tmp_path: Path) -> None:
@@ -395,6 +402,40 @@ def test_a_source_in_fp8_tiles(write_model, tmp_path: Path) -> None:
     for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         assert torch.equal(written[name], quantize_tensor(expected[name]).packed)
     assert not any("scale_inv" in name for name in written)
+
+
+def test_a_group_shares_the_largest_input_scale(
+    with_tokenizer: Find, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that share an input were seen to share its range, but nothing forces a statistic to say so."""
+
+    def invented(checkpoint, data, linears, **options) -> ActivationStatistics:
+        return ActivationStatistics({module: 1.0 + i for i, module in enumerate(linears)})
+
+    monkeypatch.setattr(api, "calibrate", invented)
+    source, out = with_tokenizer("base_llama"), tmp_path / "q"
+    summary = api.quantize(source, out, "nvfp4", calibration=[calibration_text], max_calibration_tokens=512)
+    order = list(make_plan(open_source(source), RECIPES["nvfp4"]).linears)
+    written = read_all(out)
+    for module in summary.layers:
+        largest = max(1.0 + i for i, m in enumerate(order) if group_name(m) == group_name(module))
+        assert written[f"{module}.input_scale"].item() == pytest.approx(largest / 2688, rel=1e-6)
+
+
+def test_a_linear_without_statistics_is_an_error(
+    with_tokenizer: Find, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default scale would make engines answer nonsense."""
+
+    def forgetful(checkpoint, data, linears, **options) -> ActivationStatistics:
+        return ActivationStatistics({m: 1.0 for m in linears if not m.endswith("down_proj")})
+
+    monkeypatch.setattr(api, "calibrate", forgetful)
+    with pytest.raises(RecipeError, match="down_proj: no activation statistics"):
+        api.quantize(
+            with_tokenizer("base_llama"), tmp_path / "q", calibration=[calibration_text], max_calibration_tokens=512
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_scales_that_engines_can_invert() -> None:

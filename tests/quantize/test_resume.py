@@ -181,7 +181,7 @@ def test_resumed_again_and_again(shares: tuple[float, ...], write_model, tmp_pat
 
 def test_an_error_removes_the_work(write_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit in a worker thread, while others run; torch's threads are as before."""
-    source, out = write_model(CONFIG, [drawn(llama(2))]), tmp_path / "out"
+    source, out = write_model(CONFIG, [drawn(llama(8))]), tmp_path / "out"
     write, calls = OutputFolder.write, []
 
     def fail_late(self: OutputFolder, name: str, tensor: torch.Tensor) -> None:
@@ -196,6 +196,7 @@ def test_an_error_removes_the_work(write_model, tmp_path: Path, monkeypatch: pyt
         api.quantize(source, out, W4A16)
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
     assert torch.get_num_threads() == before
+    assert len(calls) < 8 * 7 * 3 / 2, "units that had not begun are dropped"
 
 
 def test_two_processes_do_not_share_one_output(write_model, tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def config_files(
         excluded["exclude_modules"] = list(kept)
         ignore = list(kept)
     else:
+        _check_mixture(by_scheme)
         details = {"quant_algo": "MIXED_PRECISION", "quantized_layers": _layer_entries(schemes)}
         groups = {f"group_{i}": {**_group(s), "targets": m} for i, (s, m) in enumerate(by_scheme.items())}
         excluded, ignore = {}, []
@@ -224,6 +225,16 @@ def config_files(
         "config.json": json.dumps({**config, "quantization_config": flat}, indent=2) + "\n",
         HF_QUANT_CONFIG: json.dumps({"producer": PRODUCER, "quantization": nested}, indent=2) + "\n",
     }
+
+
+def _check_mixture(by_scheme: Mapping[Scheme, Sequence[str]]) -> None:
+    """CheckpointError for a mixture that engines have no loader for: they mix NVFP4 and per-tensor FP8 only."""
+    for scheme, modules in by_scheme.items():
+        if scheme not in (W4A4, W4A16, W8A8):
+            raise CheckpointError(
+                f"{modules[0]}: {scheme.name} cannot be mixed with other formats in the modelopt dialect",
+                hint="use weight and activation fp8 for it, or --dialect compressed-tensors",
+            )
 
 
 def _algorithm(scheme: Scheme, has_pre_quant_scale: bool) -> str:
