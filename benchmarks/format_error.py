@@ -27,7 +27,7 @@ from torch import Tensor
 from blockscale.formats.mx import ScaleRule
 from blockscale.formats.spec import Granularity, get_format
 from blockscale.formats.tensor import QuantizedTensor, encode
-from blockscale.quantize.weight import quantize_tensor
+from blockscale.quantization.weight import quantize_tensor
 
 SEED = 0
 SHAPE = (1024, 1024)  # of each synthetic tensor

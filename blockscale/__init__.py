@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from blockscale.api import LLM, evaluate, quantize
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
-    from blockscale.quantize.recipe import Recipe
-    from blockscale.quantize.weight import quantize_tensor
+    from blockscale.quantization.recipe import Recipe
+    from blockscale.quantization.weight import quantize_tensor
 
 __all__ = ["LLM", "QuantizedTensor", "Recipe", "evaluate", "mse", "quantize", "quantize_tensor", "sqnr"]
 
@@ -27,8 +27,8 @@ _HOMES = {
     "mse": "blockscale.formats.error",
     "sqnr": "blockscale.formats.error",
     "QuantizedTensor": "blockscale.formats.tensor",
-    "Recipe": "blockscale.quantize.recipe",
-    "quantize_tensor": "blockscale.quantize.weight",
+    "Recipe": "blockscale.quantization.recipe",
+    "quantize_tensor": "blockscale.quantization.weight",
 }
 
 

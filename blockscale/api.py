@@ -15,21 +15,21 @@ from blockscale.checkpoint.output import OutputFolder, check_absent
 from blockscale.checkpoint.reader import bits_per_parameter, open_checkpoint
 from blockscale.checkpoint.source import Source, open_source
 from blockscale.errors import RecipeError, UsageError
-from blockscale.evaluate.gate import check_gates, require_reference
-from blockscale.evaluate.layers import layer_errors
-from blockscale.evaluate.report import write_report
-from blockscale.evaluate.result import Report, TaskComparison
-from blockscale.evaluate.run import evaluate_text
-from blockscale.evaluate.tasks import compare_tasks, run_tasks
-from blockscale.evaluate.windows import token_windows
+from blockscale.evaluation.gate import check_gates, require_reference
+from blockscale.evaluation.layers import layer_errors
+from blockscale.evaluation.report import write_report
+from blockscale.evaluation.result import Report, TaskComparison
+from blockscale.evaluation.run import evaluate_text
+from blockscale.evaluation.tasks import compare_tasks, run_tasks
+from blockscale.evaluation.windows import token_windows
 from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
 from blockscale.host.model import HostedModel, load_model, load_tokenizer
-from blockscale.quantize import pipeline
-from blockscale.quantize.calibrate import MAX_TOKENS, CalibrationData, calibrate, tokenize
-from blockscale.quantize.pipeline import Progress, Summary
-from blockscale.quantize.plan import make_plan
-from blockscale.quantize.recipe import Recipe, load_recipe, with_options, without_static_activations
-from blockscale.quantize.statistics import ActivationStatistics
+from blockscale.quantization import pipeline
+from blockscale.quantization.calibrate import MAX_TOKENS, CalibrationData, calibrate, tokenize
+from blockscale.quantization.pipeline import Progress, Summary
+from blockscale.quantization.plan import make_plan
+from blockscale.quantization.recipe import Recipe, load_recipe, with_options, without_static_activations
+from blockscale.quantization.statistics import ActivationStatistics
 
 
 def quantize(
@@ -138,7 +138,7 @@ def evaluate(
     """Measures a checkpoint on texts and tasks and, with `reference`, what separates it from the 16-bit model.
 
     text           files or own texts' names; each is measured by itself
-    window ...     how texts are cut: see `blockscale.evaluate.windows`
+    window ...     how texts are cut: see `blockscale.evaluation.windows`
     weights_only   leave activations and the KV cache in 16 bits although the checkpoint rounds them
     max_kl, max_perplexity_ratio   limits for every text; CheckFailed beyond them, after `report` is written
     report         where to write an HTML page

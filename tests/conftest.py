@@ -118,6 +118,15 @@ def write_model(tmp_path: Path) -> WriteModel:
     return write
 
 
+def _auto_class(family: str) -> Any:
+    """The transformers class that builds a model type: language models, and those that see images too."""
+    import transformers
+
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return next(kind for kind in kinds if config in kind._model_mapping)
+
+
 def _tiny_config(family: str) -> Any:
     """A config of two layers and a hidden size of 64, by model type."""
     import transformers
@@ -134,7 +143,6 @@ def _tiny_config(family: str) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     mla = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
     deepseek = {
@@ -147,24 +155,85 @@ def _tiny_config(family: str) -> Any:
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     }
-    own: dict[str, tuple[type, dict[str, Any]]] = {
-        "llama": (transformers.LlamaConfig, {}),
-        "mixtral": (transformers.MixtralConfig, experts),
-        "gemma3_text": (
-            transformers.Gemma3TextConfig,
-            {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        ),
-        "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-        "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
-        "phi3": (transformers.Phi3Config, {}),
-        "deepseek_v3": (transformers.DeepseekV3Config, {**mla, **deepseek}),
-        "gpt_oss": (
-            transformers.GptOssConfig,
-            {"intermediate_size": 64, "head_dim": 16, "sliding_window": 8, "rope_parameters": rope, **experts},
-        ),
+    own: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mixtral": experts,
+        "gemma3_text": {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "gemma4_text": {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY},
+        "qwen2": {"tie_word_embeddings": True},
+        "qwen3": {"head_dim": 16},
+        "phi3": {},
+        "phimoe": experts,
+        "llama4_text": {"head_dim": 16, "intermediate_size_mlp": 96, **experts},
+        "deepseek_v3": {**mla, **deepseek},
+        "gpt_oss": {
+            "intermediate_size": 64,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            **experts,
+        },
+        "nemotron_h": {
+            "layers_block_type": ["mamba", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+        "bamba": {
+            "mamba_d_head": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 32,
+            "attn_layer_indices": [1],
+        },
+        "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+        "falcon_h1": {
+            "head_dim": 16,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 32,
+        },
     }
-    kind, settings = own[family]
-    return kind(**{**sizes, **settings})
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    if family in own:
+        return kind(**{**sizes, **own[family]})
+    image = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    seeing: dict[str, dict[str, Any]] = {
+        "gemma3": {
+            "text_config": {**sizes, **own["gemma3_text"]},
+            "vision_config": {**image, "image_size": 28, "patch_size": 14},
+            "image_token_index": 127,
+        },
+        "qwen3_vl": {
+            "text_config": {
+                **sizes,
+                "head_dim": 16,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": {
+                **image,
+                "depth": 1,
+                "num_heads": 4,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            },
+            "image_token_id": 127,
+            "video_token_id": 126,
+        },
+    }
+    return kind(**seeing[family])
 
 
 @pytest.fixture(scope="session")
@@ -173,17 +242,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     Every parameter is drawn, norms and biases too, so that none can be lost without moving the logits.
     """
-    import transformers
-
     made: dict[str, Path] = {}
 
     def save(family: str) -> Path:
         if family not in made:
             generator = torch.Generator().manual_seed(3)
-            model = transformers.AutoModelForCausalLM.from_config(_tiny_config(family), dtype=torch.bfloat16)
+            model = _auto_class(family).from_config(_tiny_config(family), dtype=torch.bfloat16)
             with torch.no_grad():
                 for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                    if name.endswith(("inv_freq", "embed_scale")):
+                    if not tensor.is_floating_point() or name.endswith(("inv_freq", "embed_scale")):
                         continue
                     drawn = torch.randn(tensor.shape, generator=generator)
                     tensor.copy_(drawn * 0.12 if tensor.dim() > 1 else tensor + drawn * 0.1)

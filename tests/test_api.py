@@ -184,7 +184,7 @@ def test_different_tokenizers_cannot_be_compared(with_tokenizer: Find, tmp_path:
 _MEMORY = """
 import resource, sys
 import blockscale.api as api
-from blockscale.quantize.recipe import load_recipe
+from blockscale.quantization.recipe import load_recipe
 if len(sys.argv) > 1:
     api.quantize(sys.argv[1], sys.argv[2], "nvfp4-w4a16")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

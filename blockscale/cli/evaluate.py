@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockscale.evaluate.result import Interval, Report
+    from blockscale.evaluation.result import Interval, Report
 
 NAME = "evaluate"
 HELP = "measure what quantization cost"

@@ -4,6 +4,7 @@ transformers holds a layer's experts as fused parameters. Here each expert's lin
 they can be packed, and observed, one by one; the gate's arithmetic stays the model's own.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,12 +29,23 @@ class ExpertStack(nn.Module):
     `is_transposed`: the model, and so the checkpoint, stores it [E, K, N].
     """
 
-    def __init__(self, original: Any, name: str) -> None:
+    def __init__(self, stack: Tensor, *, is_transposed: bool, has_bias: bool) -> None:
+        """`stack`: the model's own parameter."""
         super().__init__()
-        experts, *matrix = getattr(original, name).shape
-        self.is_transposed = bool(original.is_transposed)
-        self.shape: tuple[int, ...] = (experts, *(reversed(matrix) if self.is_transposed else matrix))
-        self.has_bias = bool(original.has_bias)
+        experts, *matrix = stack.shape
+        self.shape: tuple[int, ...] = (experts, *(reversed(matrix) if is_transposed else matrix))
+        self.is_transposed = is_transposed
+        self.has_bias = has_bias
+
+
+def host_experts(original: Any, names: set[str]) -> nn.Module:
+    """What takes a fused module's place. `names`: the checkpoint's tensor names below it. ModelError for experts of an
+    unknown kind."""
+    if hasattr(original, "has_gate") and not getattr(original, "has_post_expert_norm", False):
+        return HostedExperts(original, names)
+    if hasattr(original, "act_fn") and len(inspect.signature(original.forward).parameters) == 1:
+        return HostedSortedExperts(original)
+    raise ModelError(f"{type(original).__name__}: experts of this kind are not hosted", hint=DATA_FREE)
 
 
 class HostedExperts(nn.Module):
@@ -44,14 +56,14 @@ class HostedExperts(nn.Module):
     """
 
     def __init__(self, original: Any, names: set[str]) -> None:
-        """`names`: the checkpoint's tensor names below this module."""
         super().__init__()
-        if not hasattr(original, "has_gate") or getattr(original, "has_post_expert_norm", False):
-            raise ModelError(f"{type(original).__name__}: experts of this kind are not hosted", hint=DATA_FREE)
         # bound to the original, which keeps its activation and limits
         self._activate = original._apply_gate if original.has_gate else original.act_fn
         self.first = "gate_up_proj" if original.has_gate else "up_proj"
-        first, down = ExpertStack(original, self.first), ExpertStack(original, "down_proj")
+        first, down = (
+            ExpertStack(getattr(original, name), is_transposed=original.is_transposed, has_bias=original.has_bias)
+            for name in (self.first, "down_proj")
+        )
         self.num_experts = down.shape[0]
         all_leaves = _GATED_NAMES if original.has_gate else _PLAIN_NAMES
         self.leaves = next((leaves for leaves in all_leaves if f"0.{leaves[0]}.weight" in names), None)
@@ -86,3 +98,24 @@ class HostedExperts(nn.Module):
             return self.down_proj(self._activate(self.get_submodule(self.first)(x, expert)), expert)
         *first, down = (self.get_submodule(f"{expert}.{leaf}") for leaf in self.leaves)
         return down(self._activate(torch.cat([linear(x) for linear in first], dim=-1)))
+
+
+class HostedSortedExperts(nn.Module):
+    """Llama 4's experts: each is given all tokens, scaled by its router score, one expert after the other."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.act_fn = original.act_fn
+        self.gate_up_proj, self.down_proj = (
+            ExpertStack(getattr(original, name), is_transposed=True, has_bias=False)
+            for name in ("gate_up_proj", "down_proj")
+        )
+        self.num_experts = self.down_proj.shape[0]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[E * T, H] -> [E * T, H]"""
+        outputs = []
+        for expert, x in enumerate(hidden_states.chunk(self.num_experts)):
+            gate, up = self.gate_up_proj(x, expert).chunk(2, dim=-1)
+            outputs.append(self.down_proj(up * self.act_fn(gate), expert))
+        return torch.cat(outputs)

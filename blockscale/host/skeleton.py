@@ -29,11 +29,13 @@ def load_config(path: Path) -> Any:
 
 def build_skeleton(config: Any, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
     """The model with every parameter on the meta device. `attention`: an implementation's name, or the default."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)  # the second run on text alone as well
+    auto = next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
     try:
         with torch.device("meta"), _quiet():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto.from_config(config, dtype=dtype)
             if attention is not None:
                 model.set_attn_implementation(attention)
     except (ValueError, ImportError, KeyError) as e:
@@ -79,12 +81,20 @@ def _restore_buffers(model: Any) -> None:
     def unset() -> list[str]:
         return [path for path, (module, name) in found.items() if _is_unset(module._buffers[name])]
 
+    owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
+
+    def initialize(paths: Iterable[str]) -> None:
+        """Each module by the innermost model that it belongs to, which knows its kind."""
+        for path in paths:
+            owner = path
+            while owner not in owners:
+                owner = owner.rpartition(".")[0]
+            owners[owner]._init_weights(model.get_submodule(path))
+
     with torch.no_grad():
-        for module in {id(module): module for module, _ in found.values()}.values():
-            model._init_weights(module)
+        initialize(dict.fromkeys(path.rpartition(".")[0] for path in found))
         if unset():  # some models fill their children's buffers
-            for module in model.modules():
-                model._init_weights(module)
+            initialize(path for path, _ in model.named_modules())
     if unset():
         raise ModelError(f"{type(model).__name__}: no way is known to compute '{unset()[0]}'", hint=DATA_FREE)
 

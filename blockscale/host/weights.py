@@ -12,9 +12,11 @@ from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.errors import ModelError
 from blockscale.formats.tensor import decode
-from blockscale.host.experts import ExpertStack, HostedExperts, is_fused_experts
+from blockscale.host.experts import ExpertStack, host_experts, is_fused_experts
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.skeleton import checkpoint_names
+
+_USED_BARE = ("dt_proj",)  # of state-space layers
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def _unfuse_experts(model: nn.Module, names: set[str]) -> None:
     for path, module in list(model.named_modules()):
         if is_fused_experts(module):
             below = {name.removeprefix(path + ".") for name in names if name.startswith(path + ".")}
-            _set_module(model, path, HostedExperts(module, below))
+            _set_module(model, path, host_experts(module, below))
 
 
 def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, skip: str | None = None) -> nn.Module:
@@ -68,7 +70,7 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
     missing = []
     for name, module in list(root.named_modules()):
         full = prefix + name
-        if is_skipped(full + ".") or not _is_linear(module):
+        if is_skipped(full + ".") or not _is_linear(module, full):
             continue
         replacement = _linear(module, full, weights)
         if replacement is not None:
@@ -121,9 +123,11 @@ def _check_missing(model: nn.Module, missing: list[str]) -> None:
         )
 
 
-def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | ExpertStack]:
-    """Subclasses with a forward of their own, such as routers, do something else."""
-    return isinstance(module, ExpertStack) or type(module).forward is nn.Linear.forward
+def _is_linear(module: nn.Module, name: str) -> TypeGuard[nn.Linear | ExpertStack]:
+    """Subclasses with a forward of their own, such as routers, do something else; and so do models that compute with a
+    module's weight themselves."""
+    is_used_bare = name.rpartition(".")[2] in _USED_BARE
+    return isinstance(module, ExpertStack) or (type(module).forward is nn.Linear.forward and not is_used_bare)
 
 
 def _linear(module: nn.Linear | ExpertStack, name: str, weights: HostedWeights) -> PackedLinear | KeptLinear | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockscale.algorithms.four_over_six import four_or_six_block_scale
 from blockscale.formats.nvfp4 import block_amax, block_scale_from_amax
-from blockscale.quantize.weight import ScaleMethod, global_scale_from_amax, quantize_tensor
+from blockscale.quantization.weight import ScaleMethod, global_scale_from_amax, quantize_tensor
 
 from .exhaustive import BLOCKS, LEVELS, blocks, error_of
 

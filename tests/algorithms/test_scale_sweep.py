@@ -6,7 +6,7 @@ from torch import Tensor
 
 from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.formats.nvfp4 import block_amax, block_scale_from_amax
-from blockscale.quantize.weight import ScaleMethod, global_scale_from_amax
+from blockscale.quantization.weight import ScaleMethod, global_scale_from_amax
 
 from .exhaustive import BLOCKS, all_errors, blocks, error_of
 

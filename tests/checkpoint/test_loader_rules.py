@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from blockscale import api
-from blockscale.quantize.recipe import Recipe, Rule
+from blockscale.quantization.recipe import Recipe, Rule
 
 from .files import GOLDEN, edit_json
 from .loader_rules import ENGINES, Refused

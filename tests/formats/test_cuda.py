@@ -5,7 +5,7 @@ import torch
 
 from blockscale.formats.spec import FORMATS, NVFP4
 from blockscale.formats.tensor import decode, encode
-from blockscale.quantize.weight import quantize_tensor
+from blockscale.quantization.weight import quantize_tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -39,7 +39,10 @@ def transformers_logits(path: Path, ids: Tensor, prepare: Callable[[torch.nn.Mod
     """What transformers by itself answers in fp32. `prepare` may hang hooks into the model."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    family = json.loads((path / "config.json").read_text())["model_type"]
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    model = next(k for k in kinds if config in k._model_mapping).from_pretrained(path, dtype=torch.float32)
     if prepare is not None:
         prepare(model)
     with torch.inference_mode():
