@@ -66,7 +66,8 @@ def quantize(
     notices: tuple[str, ...] = ()
     data: CalibrationData | None = None
     if calibration and chosen.needs_calibration:
-        data = tokenize([texts.read_text(t) for t in calibration], load_tokenizer(path), max_calibration_tokens)
+        contents = [texts.read_text(t) for t in calibration]
+        data = tokenize(contents, load_tokenizer(path).encode, max_calibration_tokens)
     elif chosen.needs_calibration:
         chosen, notices = _without_calibration(chosen)
     elif calibration:

@@ -1,7 +1,7 @@
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.texts import CALIBRATION, EVALUATION, read_text
+from blockscale.texts import CALIBRATION, EVALUATION, encode_text, read_text, special_tokens
 
 
 def test_own_texts_are_halves_that_do_not_overlap() -> None:
@@ -40,3 +40,22 @@ def test_what_cannot_be_read(tmp_path) -> None:
     latin.write_text(" \n\t\n")
     with pytest.raises(UsageError, match="is empty"):
         read_text(latin)
+
+
+BOS, EOS = 1, 2
+
+
+def plain(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def test_special_tokens_are_found_wherever_a_tokenizer_puts_them() -> None:
+    assert special_tokens(plain) == ([], [])
+    assert special_tokens(lambda text: [BOS, *plain(text)]) == ([BOS], [])
+    assert special_tokens(lambda text: [*plain(text), EOS]) == ([], [EOS])
+    assert special_tokens(lambda text: [BOS, *plain(text), EOS]) == ([BOS], [EOS])
+
+
+def test_a_text_is_encoded_without_what_goes_around_it() -> None:
+    assert encode_text("ab", lambda text: [BOS, *plain(text), EOS]) == ([BOS], [97, 98])
+    assert encode_text("ab", plain) == ([], [97, 98])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockscale.errors import UsageError
+from blockscale.texts import encode_text
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,6 @@ class TokenWindows:
     def num_tokens(self) -> int:
         """Tokens that are scored."""
         return sum(w.num_scored for w in self.windows)
-
-
-def special_tokens(encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The tokens that `encode` puts before and after every text: ([BOS], []), ([], [EOS]), ([], []) ..."""
-    added, probe = list(encode("")), list(encode("a"))
-    num_before = 0
-    while num_before < min(len(added), len(probe)) and added[num_before] == probe[num_before]:
-        num_before += 1
-    return added[:num_before], added[num_before:]
 
 
 def describe(window: int, stride: int, has_bos: bool, start: float, max_tokens: int | None) -> str:
@@ -84,9 +76,8 @@ def token_windows(
         raise UsageError(f"start {start} is not a fraction of the text", hint="give a number from 0 up to 1")
     if max_tokens is not None and max_tokens < 2:
         raise UsageError(f"max_tokens {max_tokens} leaves nothing to score", hint="give 2 or more")
-    before, after = special_tokens(encode)
-    encoded = list(encode(text[int(start * len(text)) :]))
-    tokens = encoded[len(before) : len(encoded) - len(after)][:max_tokens]
+    before, tokens = encode_text(text[int(start * len(text)) :], encode)
+    tokens = tokens[:max_tokens]
     windows = []
     num_done = 0  # tokens that an earlier window scored, or that nothing can score
     for begin in range(0, len(tokens), stride):

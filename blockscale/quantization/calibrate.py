@@ -31,9 +31,9 @@ from blockscale.host.weights import HostedWeights, host_weights, materialize, ma
 from blockscale.quantization.groups import expert_set
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.texts import Text
+from blockscale.texts import Text, encode_text
 
-WINDOW = 512
+WINDOW, MIN_WINDOW = 512, 8
 BATCH = 8
 MAX_TOKENS = 65_536
 _SAVE_EVERY_S = 20.0
@@ -52,20 +52,33 @@ class CalibrationData:
 
 
 def tokenize(
-    texts: Sequence[Text], tokenizer: Any, max_tokens: int = MAX_TOKENS, window: int = WINDOW
+    texts: Sequence[Text],
+    encode: Callable[[str], Sequence[int]],
+    max_tokens: int = MAX_TOKENS,
+    window: int = WINDOW,
 ) -> CalibrationData:
-    """Windows from every text in equal shares, evenly spaced through it. UsageError if all are too short for one."""
-    chosen = []
+    """Windows from every text in equal shares, evenly spaced through it, each with BOS in front where the tokenizer
+    adds one. `encode` is the tokenizer's own.
+
+    If the longest text is shorter than a window, it makes the window. UsageError for a text that is shorter still.
+    """
+    encoded = [encode_text(text.content, encode) for text in texts]
+    window = min(window, max(len(before) + len(tokens) for before, tokens in encoded))
     share = max(1, max_tokens // window // len(texts))
-    for text in texts:
-        ids = torch.tensor(tokenizer(text.content, add_special_tokens=True)["input_ids"])
-        windows = ids[: len(ids) // window * window].view(-1, window)
-        step = max(1.0, len(windows) / share)
-        picked = [int(i * step) for i in range(min(share, len(windows)))]
-        chosen.append(windows[picked])
-    windows = torch.cat(chosen)
-    if not len(windows):
-        raise UsageError(f"the calibration text is shorter than one window of {window} tokens", hint="give more text")
+    chosen = []
+    for text, (before, tokens) in zip(texts, encoded, strict=True):
+        length = window - len(before)
+        count = len(tokens) // length
+        if not count or length < MIN_WINDOW:
+            raise UsageError(
+                f"calibration text {text.name} has {len(tokens)} tokens: shorter than one window of "
+                f"{max(window, MIN_WINDOW)} tokens",
+                hint="give more text, or put short texts together in one file",
+            )
+        step = max(1.0, count / share)
+        starts = [int(i * step) * length for i in range(min(share, count))]
+        chosen += [torch.tensor(before + tokens[start : start + length]) for start in starts]
+    windows = torch.stack(chosen)
     digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
     return CalibrationData(windows, digest)
 

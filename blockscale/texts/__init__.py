@@ -4,6 +4,7 @@ The package's two texts (original prose about 4-bit numbers, English and Brazili
 `en-calibration` and `pt-calibration`, `en-evaluation` and `pt-evaluation`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -43,3 +44,19 @@ def read_text(source: str | Path) -> Text:
     if not content.strip():
         raise UsageError(f"text {path} is empty")
     return Text(path.stem, content)
+
+
+def special_tokens(encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The tokens that `encode` puts before and after every text: ([BOS], []), ([], [EOS]), ([], []) ..."""
+    added, probe = list(encode("")), list(encode("a"))
+    num_before = 0
+    while num_before < min(len(added), len(probe)) and added[num_before] == probe[num_before]:
+        num_before += 1
+    return added[:num_before], added[num_before:]
+
+
+def encode_text(text: str, encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
+    """What a window of this tokenizer starts with (BOS, or nothing), and the text's own tokens, nothing around them."""
+    before, after = special_tokens(encode)
+    encoded = list(encode(text))
+    return before, encoded[len(before) : len(encoded) - len(after)]

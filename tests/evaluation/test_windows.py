@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockscale.errors import UsageError
-from blockscale.evaluation.windows import special_tokens, token_windows
+from blockscale.evaluation.windows import token_windows
 
 BOS, EOS = 1000, 1001
 
@@ -29,13 +29,6 @@ def numbered(n: int) -> str:
 
 def scored(windows) -> list[int]:
     return [token for w in windows for token in w.ids[-w.num_scored :].tolist()]
-
-
-def test_special_tokens() -> None:
-    assert special_tokens(plain) == ([], [])
-    assert special_tokens(with_bos) == ([BOS], [])
-    assert special_tokens(lambda text: [*plain(text), EOS]) == ([], [EOS])
-    assert special_tokens(with_both) == ([BOS], [EOS])
 
 
 def test_without_bos_every_token_but_the_first_of_each_window_is_scored() -> None:

@@ -314,8 +314,8 @@ def test_only_equal_arguments_are_shared() -> None:
     assert shared[2][1]["flag"] is None
 
 
-def characters(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-    return {"input_ids": [ord(c) for c in text]}
+def characters(text: str) -> list[int]:
+    return [ord(c) for c in text]
 
 
 def test_windows_come_from_every_text_in_equal_shares() -> None:
@@ -341,9 +341,20 @@ def test_the_digest_follows_the_tokens() -> None:
     assert first.digest != tokenize([Text("a", "x" * 40)], characters, max_tokens=20, window=10).digest
 
 
-def test_text_that_is_too_short() -> None:
-    with pytest.raises(UsageError, match="shorter than one window of 512 tokens") as error:
-        tokenize([Text("a", "x" * 511), Text("b", "")], characters)
+def test_a_text_shorter_than_a_window_makes_the_window() -> None:
+    assert tokenize([Text("a", "x" * 100)], characters).windows.shape == (1, 100)
+
+
+def test_every_window_starts_as_the_tokenizer_starts_a_text() -> None:
+    data = tokenize([Text("a", "x" * 40)], lambda text: [1, *characters(text)], window=11)
+    assert data.windows.shape == (4, 11)
+    assert data.windows[:, 0].tolist() == [1] * 4
+    assert (data.windows[:, 1:] == ord("x")).all()
+
+
+@pytest.mark.parametrize("contents", [["x" * 511, "y" * 512], ["x" * 7], [""]])
+def test_text_that_is_too_short(contents: list[str]) -> None:
+    texts = [Text(f"text{i}", content) for i, content in enumerate(contents)]
+    with pytest.raises(UsageError, match="text0 has .* shorter than one window") as error:
+        tokenize(texts, characters)
     assert error.value.hint
-    # one long text is enough
-    assert len(tokenize([Text("a", "x" * 511), Text("b", "y" * 512)], characters).windows) == 1
