@@ -26,10 +26,11 @@ from blockscale.host.generate import Completion, Sampling, chat_ids, generate, t
 from blockscale.host.model import HostedModel, load_model, load_tokenizer
 from blockscale.quantization import pipeline
 from blockscale.quantization.calibrate import MAX_TOKENS, CalibrationData, calibrate, tokenize
-from blockscale.quantization.pipeline import Progress, Summary
+from blockscale.quantization.pipeline import Progress
 from blockscale.quantization.plan import make_plan
 from blockscale.quantization.recipe import Recipe, load_recipe, with_options, without_static_activations
 from blockscale.quantization.statistics import ActivationStatistics
+from blockscale.quantization.summary import Summary
 
 
 def quantize(

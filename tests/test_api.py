@@ -79,7 +79,7 @@ def test_own_texts_calibrate(recipe: str, with_tokenizer: Find, tmp_path: Path) 
 
 def test_calibration_that_cannot_be(with_tokenizer: Find, golden_checkpoint: Find, tmp_path: Path) -> None:
     source, short = with_tokenizer("base_llama"), tmp_path / "short.txt"
-    short.write_text("too short")
+    short.write_text("short")
     with pytest.raises(UsageError, match="shorter than one window"):
         api.quantize(source, tmp_path / "q", calibration=[short])
     with pytest.raises(UsageError, match="cannot be read"):

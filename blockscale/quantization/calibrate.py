@@ -63,16 +63,16 @@ def tokenize(
     If the longest text is shorter than a window, it makes the window. UsageError for a text that is shorter still.
     """
     encoded = [encode_text(text.content, encode) for text in texts]
-    window = min(window, max(len(before) + len(tokens) for before, tokens in encoded))
+    longest = max(len(before) + len(tokens) for before, tokens in encoded)
+    window = max(MIN_WINDOW, min(window, longest))
     share = max(1, max_tokens // window // len(texts))
     chosen = []
     for text, (before, tokens) in zip(texts, encoded, strict=True):
         length = window - len(before)
         count = len(tokens) // length
-        if not count or length < MIN_WINDOW:
+        if not count:
             raise UsageError(
-                f"calibration text {text.name} has {len(tokens)} tokens: shorter than one window of "
-                f"{max(window, MIN_WINDOW)} tokens",
+                f"calibration text {text.name} has {len(tokens)} tokens: shorter than one window of {window} tokens",
                 hint="give more text, or put short texts together in one file",
             )
         step = max(1.0, count / share)

@@ -2,17 +2,13 @@
 
     source tensors --unit by unit (a fused group, or one kept tensor)--> quantize --> dialect's tensors --> their places
 
-A unit holds its own tensors in memory and nothing else. Units are independent and finish in any order; a journal
-remembers them, so a killed run resumes with the same bytes.
+A journal remembers the units that are done, so a killed run resumes with the same bytes.
 """
 
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,64 +19,16 @@ from torch import Tensor
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import Layout, OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, open_checkpoint
-from blockscale.checkpoint.source import Source, SourceTensor
+from blockscale.checkpoint.source import Source
 from blockscale.errors import CheckpointError, RecipeError
-from blockscale.formats.spec import FP8, NVFP4, Format
-from blockscale.formats.tensor import check_finite, empty_like_quantized
-from blockscale.quantization.plan import NOT_RUN, Plan, PlannedLinear, kept_modules
+from blockscale.formats.tensor import empty_like_quantized
+from blockscale.quantization.plan import NOT_RUN, Plan, kept_modules
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.quantization.weight import WeightError, global_scale_from_amax, quantize_weight
+from blockscale.quantization.summary import LayerRecord, Summary
+from blockscale.quantization.units import kv_scales, make_units, run_units
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-_MAX_WORKERS = 4
-_MIN_SCALE = 2.0**-126  # fp32's smallest normal number
-_KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """What became of one linear, as kept in blockscale.json."""
-
-    format: str
-    activation: str | None
-    shape: tuple[int, ...]
-    sqnr_db: float | None
-    input_amax: float | None
-
-    @property
-    def scheme(self) -> str:
-        return f"{self.format} (activations {self.activation or '16-bit'})"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What `quantize` did. `layers` by module; `kept` module -> why."""
-
-    out: Path
-    source_bytes: int
-    num_bytes: int
-    num_parameters: int
-    bits_per_parameter: float
-    layers: Mapping[str, LayerRecord]
-    kept: Mapping[str, str]
-    notices: tuple[str, ...]
-
-    @property
-    def formats(self) -> list[str]:
-        """What the linears are stored as, each once."""
-        return list(dict.fromkeys(layer.scheme for layer in self.layers.values()))
-
-    @property
-    def worst_layers(self) -> list[tuple[str, float]]:
-        """The three linears with the least SQNR, in dB."""
-        known = [(name, layer.sqnr_db) for name, layer in self.layers.items() if layer.sqnr_db is not None]
-        return sorted(known, key=lambda pair: pair[1])[:3]
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON."""
-        layers = {name: vars(layer) for name, layer in self.layers.items()}
-        return {**vars(self), "out": str(self.out), "layers": layers}
 
 
 def job_digest(source: Source, recipe: Recipe, calibration: str) -> str:
@@ -104,15 +52,11 @@ def run(
 ) -> Summary:
     """Streams every unit into `output` and publishes it."""
     dialect = DIALECTS[recipe.dialect]
-    units: dict[str, Callable[[], Any]] = {
-        name: _group_unit(plan, members, output, dialect, statistics, device) for name, members in plan.groups.items()
-    }
-    units |= {tensor.name: _copy_unit(tensor, output) for tensor in plan.copied}
-    order = [name for name in units if name not in output.done]
-    sizes = _unit_bytes(plan)
-    total, done = sum(sizes.values()), sum(sizes[name] for name in output.done if name in sizes)
-    for name in _run_units({name: units[name] for name in order}, output):
-        done += sizes[name]
+    units = make_units(plan, output, dialect, statistics, device)
+    total = sum(unit.num_bytes for unit in units)
+    done = sum(unit.num_bytes for unit in units if unit.name in output.done)
+    for unit in run_units([unit for unit in units if unit.name not in output.done], output):
+        done += unit.num_bytes
         if progress:
             progress("quantizing", done, total)
     for attention, kv in statistics.kv_amax.items():
@@ -170,119 +114,6 @@ def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> La
 def _source_order(plan: Plan) -> list[str]:
     tensors = [linear.tensor for linear in plan.linears.values()] + list(plan.copied)
     return [t.name for t in sorted(tensors, key=lambda t: (str(t.stored[0].path), t.stored[0].offset))]
-
-
-def _unit_bytes(plan: Plan) -> dict[str, int]:
-    sizes = {name: sum(plan.linears[m].tensor.num_bytes for m in members) for name, members in plan.groups.items()}
-    return sizes | {t.name: t.num_bytes for t in plan.copied}
-
-
-def _run_units(units: Mapping[str, Callable[[], Any]], output: OutputFolder) -> Iterator[str]:
-    """Runs the units on a few threads and yields names as they finish and are journalled.
-
-    One torch thread a worker: whole units side by side use the cores better than slices split between them.
-    """
-    workers = min(_MAX_WORKERS, os.cpu_count() or 1)
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        running = {pool.submit(unit): name for name, unit in units.items()}
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                name = running.pop(future)
-                output.mark_done(name, future.result())
-                yield name
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-
-
-def _copy_unit(tensor: SourceTensor, output: OutputFolder) -> Callable[[], None]:
-    def run_unit() -> None:
-        if tensor.is_plain:
-            output.copy(tensor.name, tensor.stored[0])
-        else:
-            output.write(tensor.name, tensor.read())
-
-    return run_unit
-
-
-def _group_unit(
-    plan: Plan,
-    members: tuple[str, ...],
-    output: OutputFolder,
-    dialect: Any,
-    statistics: ActivationStatistics,
-    device: str,
-) -> Callable[[], dict[str, dict[str, Any]]]:
-    def run_unit() -> dict[str, dict[str, Any]]:
-        linears = [plan.linears[m] for m in members]
-        weights = [_read_weight(linear).to(device) for linear in linears]
-        global_scale = _shared_global_scale(linears, weights)
-        input_amax = max((statistics.input_amax[m] for m in members if m in statistics.input_amax), default=None)
-        records = {}
-        for i, linear in enumerate(linears):
-            weight, error = quantize_weight(
-                weights[i], linear.scheme.weight, linear.method, global_scale, linear.tensor.name
-            )
-            weights[i] = torch.empty(0)
-            input_scale = _input_global_scale(linear, input_amax)
-            quantized = QuantizedLinear(linear.scheme, weight, input_scale)
-            for name, tensor in dialect.to_tensors(linear.module, quantized).items():
-                output.write(name, tensor)
-            records[linear.module] = _record(linear, error, input_amax if input_scale is not None else None)
-        return records
-
-    return run_unit
-
-
-def _read_weight(linear: PlannedLinear) -> Tensor:
-    weight = linear.tensor.read()
-    return weight.transpose(-1, -2).contiguous() if linear.is_transposed else weight
-
-
-def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) -> Tensor | None:
-    if not linears[0].scheme.weight.has_global_scale:
-        return None
-    amaxes = [weight.abs().amax() for weight in weights]
-    for linear, weight, amax in zip(linears, weights, amaxes, strict=True):
-        check_finite(weight, amax, linear.tensor.name)
-    # dialects store it or its reciprocal: neither may be 0 or infinite
-    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method).clamp(min=_MIN_SCALE)
-
-
-def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:
-    if not linear.scheme.needs_input_scale:
-        return None
-    if amax is None:
-        raise RecipeError(f"{linear.module}: no activation statistics", hint="calibrate it, or keep it with --keep")
-    assert linear.scheme.activation is not None
-    return input_scale(amax, linear.scheme.activation)
-
-
-def input_scale(amax: float, activation: Format) -> Tensor:
-    """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8); 1 where nothing but zeros was seen."""
-    return _scale(amax / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
-
-
-def kv_scales(amax: tuple[float, float]) -> KVScales:
-    """Of keys and values; 1 where nothing but zeros was seen."""
-    return KVScales(*(_scale(a / _KV_BOUND) for a in amax))
-
-
-def _scale(value: float) -> Tensor:
-    # a denormal scale has an infinite reciprocal, which is what engines use
-    return torch.tensor(max(value, _MIN_SCALE) if value > 0 else 1.0, dtype=torch.float32)
-
-
-def _record(linear: PlannedLinear, error: WeightError, input_amax: float | None) -> dict[str, Any]:
-    return {
-        "format": linear.scheme.weight.name,
-        "activation": linear.scheme.activation.name if linear.scheme.activation else None,
-        "shape": list(linear.shape),
-        "sqnr_db": round(error.sqnr_db, 3) if math.isfinite(error.sqnr_db) else None,
-        "input_amax": input_amax,
-    }
 
 
 def _provenance(

@@ -355,6 +355,6 @@ def test_every_window_starts_as_the_tokenizer_starts_a_text() -> None:
 @pytest.mark.parametrize("contents", [["x" * 511, "y" * 512], ["x" * 7], [""]])
 def test_text_that_is_too_short(contents: list[str]) -> None:
     texts = [Text(f"text{i}", content) for i, content in enumerate(contents)]
-    with pytest.raises(UsageError, match="text0 has .* shorter than one window") as error:
+    with pytest.raises(UsageError, match=r"text0 has .* shorter than one window") as error:
         tokenize(texts, characters)
     assert error.value.hint

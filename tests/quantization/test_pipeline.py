@@ -21,10 +21,10 @@ from blockscale.errors import BlockscaleError, CheckpointError, NonFiniteError, 
 from blockscale.formats.spec import FORMATS
 from blockscale.formats.tensor import decode
 from blockscale.quantization.groups import group_name
-from blockscale.quantization.pipeline import input_scale, kv_scales
 from blockscale.quantization.plan import make_plan
 from blockscale.quantization.recipe import KEEP, RECIPES, Recipe, Rule
 from blockscale.quantization.statistics import ActivationStatistics
+from blockscale.quantization.units import input_scale, kv_scales
 from blockscale.quantization.weight import quantize_tensor
 
 from .sources import llama, moe

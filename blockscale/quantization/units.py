@@ -1,0 +1,170 @@
+"""The pieces of work of a quantization: one per fused group of linears, one per tensor that is kept.
+
+Units are independent, hold their own tensors in memory and nothing else, and finish in any order.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockscale.checkpoint.linear import KVScales, QuantizedLinear
+from blockscale.checkpoint.output import OutputFolder
+from blockscale.checkpoint.source import SourceTensor
+from blockscale.errors import RecipeError
+from blockscale.formats.spec import FP8, NVFP4, Format
+from blockscale.formats.tensor import check_finite
+from blockscale.quantization.plan import Plan, PlannedLinear
+from blockscale.quantization.statistics import ActivationStatistics
+from blockscale.quantization.weight import WeightError, global_scale_from_amax, quantize_weight
+
+_MAX_WORKERS = 4
+_COPY_BYTES = 64 << 20  # what a kept tensor of any size takes at most: it is copied in pieces
+_HELD_BYTES = 512 << 20
+_MIN_SCALE = 2.0**-126  # fp32's smallest normal number
+_KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`num_bytes` of source tensors; `run` writes the result and returns what the journal keeps."""
+
+    name: str
+    num_bytes: int
+    held_bytes: int
+    run: Callable[[], Any]
+
+
+def run_units(units: Sequence[Unit], output: OutputFolder) -> Iterator[Unit]:
+    """Runs the units on a few threads and yields them as they finish and are journalled.
+
+    One torch thread a worker: whole units side by side use the cores better than slices split between them. Together
+    they hold no more than the largest unit does, or half a gigabyte.
+    """
+    workers = min(_MAX_WORKERS, os.cpu_count() or 1)
+    limit = max([_HELD_BYTES, *(unit.held_bytes for unit in units)])
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    waiting, running = list(reversed(units)), dict[Future[Any], Unit]()
+    try:
+        while waiting or running:
+            held = sum(unit.held_bytes for unit in running.values())
+            while waiting and len(running) < workers and held + waiting[-1].held_bytes <= limit:
+                held += waiting[-1].held_bytes
+                unit = waiting.pop()
+                running[pool.submit(unit.run)] = unit
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                unit = running.pop(future)
+                output.mark_done(unit.name, future.result())
+                yield unit
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def make_units(
+    plan: Plan, output: OutputFolder, dialect: Any, statistics: ActivationStatistics, device: str
+) -> list[Unit]:
+    """Every unit of a plan."""
+    units = []
+    for name, members in plan.groups.items():
+        num_bytes = sum(plan.linears[m].tensor.num_bytes for m in members)
+        run = _group_unit(plan, members, output, dialect, statistics, device)
+        units.append(Unit(name, num_bytes, num_bytes, run))
+    for tensor in plan.copied:
+        held = min(tensor.num_bytes, _COPY_BYTES) if tensor.is_plain else tensor.num_bytes
+        units.append(Unit(tensor.name, tensor.num_bytes, held, _copy_unit(tensor, output)))
+    return units
+
+
+def _copy_unit(tensor: SourceTensor, output: OutputFolder) -> Callable[[], None]:
+    def run_unit() -> None:
+        if tensor.is_plain:
+            output.copy(tensor.name, tensor.stored[0])
+        else:
+            output.write(tensor.name, tensor.read())
+
+    return run_unit
+
+
+def _group_unit(
+    plan: Plan,
+    members: tuple[str, ...],
+    output: OutputFolder,
+    dialect: Any,
+    statistics: ActivationStatistics,
+    device: str,
+) -> Callable[[], dict[str, dict[str, Any]]]:
+    def run_unit() -> dict[str, dict[str, Any]]:
+        linears = [plan.linears[m] for m in members]
+        weights = [_read_weight(linear).to(device) for linear in linears]
+        global_scale = _shared_global_scale(linears, weights)
+        input_amax = max((statistics.input_amax[m] for m in members if m in statistics.input_amax), default=None)
+        records = {}
+        for i, linear in enumerate(linears):
+            weight, error = quantize_weight(
+                weights[i], linear.scheme.weight, linear.method, global_scale, linear.tensor.name
+            )
+            weights[i] = torch.empty(0)
+            input_scale = _input_global_scale(linear, input_amax)
+            quantized = QuantizedLinear(linear.scheme, weight, input_scale)
+            for name, tensor in dialect.to_tensors(linear.module, quantized).items():
+                output.write(name, tensor)
+            records[linear.module] = _record(linear, error, input_amax if input_scale is not None else None)
+        return records
+
+    return run_unit
+
+
+def _read_weight(linear: PlannedLinear) -> Tensor:
+    weight = linear.tensor.read()
+    return weight.transpose(-1, -2).contiguous() if linear.is_transposed else weight
+
+
+def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) -> Tensor | None:
+    if not linears[0].scheme.weight.has_global_scale:
+        return None
+    amaxes = [weight.abs().amax() for weight in weights]
+    for linear, weight, amax in zip(linears, weights, amaxes, strict=True):
+        check_finite(weight, amax, linear.tensor.name)
+    # dialects store it or its reciprocal: neither may be 0 or infinite
+    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method).clamp(min=_MIN_SCALE)
+
+
+def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:
+    if not linear.scheme.needs_input_scale:
+        return None
+    if amax is None:
+        raise RecipeError(f"{linear.module}: no activation statistics", hint="calibrate it, or keep it with --keep")
+    assert linear.scheme.activation is not None
+    return input_scale(amax, linear.scheme.activation)
+
+
+def input_scale(amax: float, activation: Format) -> Tensor:
+    """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8); 1 where nothing but zeros was seen."""
+    return _scale(amax / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
+
+
+def kv_scales(amax: tuple[float, float]) -> KVScales:
+    """Of keys and values; 1 where nothing but zeros was seen."""
+    return KVScales(*(_scale(a / _KV_BOUND) for a in amax))
+
+
+def _scale(value: float) -> Tensor:
+    # a denormal scale has an infinite reciprocal, which is what engines use
+    return torch.tensor(max(value, _MIN_SCALE) if value > 0 else 1.0, dtype=torch.float32)
+
+
+def _record(linear: PlannedLinear, error: WeightError, input_amax: float | None) -> dict[str, Any]:
+    return {
+        "format": linear.scheme.weight.name,
+        "activation": linear.scheme.activation.name if linear.scheme.activation else None,
+        "shape": list(linear.shape),
+        "sqnr_db": round(error.sqnr_db, 3) if math.isfinite(error.sqnr_db) else None,
+        "input_amax": input_amax,
+    }
