@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -19,6 +21,10 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
+def gpu_model() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def provenance(command: str | None = None) -> dict[str, object]:
     """`command` defaults to this process's own, with paths cut to their last part."""
     arguments = [a if a.startswith("-") else Path(a).name for a in sys.argv[1:]]
@@ -27,7 +33,7 @@ def provenance(command: str | None = None) -> dict[str, object]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("blockscale", "torch", "transformers")},
         "python": platform.python_version(),
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": gpu_model()},
     }
 
 
