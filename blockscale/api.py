@@ -1,7 +1,7 @@
 """One plain function a verb: the only place that joins the rooms of the house."""
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from blockscale.evaluation.windows import token_windows
 from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
 from blockscale.host.model import HostedModel, load_model, load_tokenizer
 from blockscale.quantization import pipeline
-from blockscale.quantization.calibrate import MAX_TOKENS, CalibrationData, calibrate, tokenize
+from blockscale.quantization.calibrate import MAX_TOKENS, WINDOW, CalibrationData, calibrate, tokenize
 from blockscale.quantization.pipeline import Progress
 from blockscale.quantization.plan import make_plan
 from blockscale.quantization.recipe import Recipe, load_recipe, with_options, without_static_activations
@@ -68,7 +68,8 @@ def quantize(
     data: CalibrationData | None = None
     if calibration and chosen.needs_calibration:
         contents = [texts.read_text(t) for t in calibration]
-        data = tokenize(contents, load_tokenizer(path).encode, max_calibration_tokens)
+        window = _fitting_window(None, source.config)
+        data = tokenize(contents, load_tokenizer(path).encode, max_calibration_tokens, window)
     elif chosen.needs_calibration:
         chosen, notices = _without_calibration(chosen)
     elif calibration:
@@ -77,7 +78,7 @@ def quantize(
     kv_modules = _kv_modules(source, chosen)
     layout = pipeline.output_layout(plan, chosen, kv_modules)
     digest = data.digest if data else ""
-    job = pipeline.job_digest(source, chosen, digest)
+    job = pipeline.job_digest(source, chosen, digest, device)
     with OutputFolder(out, layout, job, resume=resume) as output:
         statistics = ActivationStatistics(notices=notices)
         if data is not None:
@@ -124,7 +125,7 @@ def evaluate(
     *,
     text: Sequence[str | Path] = texts.EVALUATION,
     tasks: Sequence[str] = (),
-    window: int = 512,
+    window: int | None = None,
     stride: int | None = None,
     start: float = 0.0,
     max_tokens: int | None = 20_480,
@@ -140,7 +141,7 @@ def evaluate(
     """Measures a checkpoint on texts and tasks and, with `reference`, what separates it from the 16-bit model.
 
     text           files or own texts' names; each is measured by itself
-    window ...     how texts are cut: see `blockscale.evaluation.windows`
+    window ...     how texts are cut: see `blockscale.evaluation.windows`; by default 512 tokens, or the model's context
     weights_only   leave activations and the KV cache in 16 bits although the checkpoint rounds them
     max_kl, max_perplexity_ratio   limits for every text; CheckFailed beyond them, after `report` is written
     report         where to write an HTML page
@@ -152,6 +153,7 @@ def evaluate(
     tokenizer = load_tokenizer(path)
     reference_path = locate(reference) if reference is not None else None
     base = load_model(reference_path, device=device) if reference_path is not None else None
+    window = _fitting_window(window, candidate.checkpoint.folder.config, num_before=1)  # BOS comes on top
     results, convention = [], ""
     for source in text:
         content = texts.read_text(source)
@@ -204,13 +206,30 @@ def _check_same_tokens(content: str, tokenizer: Any, reference_path: Path | None
         )
 
 
+def _fitting_window(window: int | None, config: Mapping[str, Any], num_before: int = 0) -> int:
+    """`window`, or by default WINDOW if the model's context has room for it and `num_before` more. UsageError for a
+    window that is larger than the context."""
+    limit = (config.get("text_config") or config).get("max_position_embeddings")
+    context = limit if isinstance(limit, int) and limit > 1 else None
+    if window is None:
+        return WINDOW if context is None else min(WINDOW, context - num_before)
+    if context is not None and window > context:
+        raise UsageError(
+            f"windows of {window} tokens: the model's context is {context}", hint="give a smaller --window"
+        )
+    return window
+
+
 def _arithmetic(hosted: HostedModel, weights_only: bool) -> str:
     """How the figures were computed, as a sentence for reports."""
     dtype = "fp32" if hosted.device.type == "cpu" else str(hosted.checkpoint.dtype).removeprefix("torch.")
     quantized = hosted.checkpoint.quantized
-    rounded = quantized is not None and any(linear.scheme.activation for linear in quantized.linears.values())
-    how = "rounded as the tensor core sees them" if rounded and not weights_only else "left as they are"
-    return f"Arithmetic is {dtype}; activations are {how}."
+    if quantized is None or weights_only:
+        return f"Arithmetic is {dtype}; activations are left as they are."
+    is_rounded = any(linear.scheme.activation for linear in quantized.linears.values())
+    how = "rounded as the tensor core sees them" if is_rounded else "left as they are"
+    cache = f"; the KV cache is rounded to {quantized.kv_format}" if quantized.kv_tensors else ""
+    return f"Arithmetic is {dtype}; activations are {how}{cache}."
 
 
 def _recorded_recipe(path: Path) -> str:

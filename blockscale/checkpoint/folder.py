@@ -30,10 +30,6 @@ class Folder:
     companions: tuple[Path, ...]
 
     @property
-    def shards(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(info.path for info in self.tensors.values()))
-
-    @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors.values())
 

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def cache_folder() -> Path:
 def import_gguf(path: Path) -> Path:
     """The folder of the bf16 model that the file stands for. CheckpointError for what cannot be read."""
     stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    made_by = [version(name) for name in ("blockscale", "transformers", "gguf")]  # what the folder depends on
+    facts = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{made_by}"
+    key = hashlib.sha256(facts.encode()).hexdigest()[:12]
     out = cache_folder() / f"{path.stem}-{key}"
     if not out.is_dir():
         with disk_errors(out):

@@ -95,14 +95,26 @@ class OutputFolder:
         self._is_finished = False
         with disk_errors(out):
             self._lock = _lock_folder(self.work, out)
+            is_ours = True
             try:
                 check_absent(out)  # another process may have finished it before the lock was free
+                if resume and self._is_of_another_job(job):
+                    is_ours = False
+                    raise OutputError(
+                        f"{self.work} is the unfinished work of another job (model, recipe, text, device or version)",
+                        hint="run that job again with --resume, or drop --resume to start over",
+                    )
                 self._start(job, resume)
             except BaseException:
-                if not self.was_resumed:
+                if is_ours and not self.was_resumed:
                     _remove(self.work)
                 os.close(self._lock)
                 raise
+
+    def _is_of_another_job(self, job: str) -> bool:
+        """Whether there is unfinished work with a plan that is not this job's, nor the beginning of it."""
+        plan = self.work / "plan"
+        return plan.is_file() and not job.encode().startswith(plan.read_bytes())
 
     def _start(self, job: str, resume: bool) -> None:
         plan = self.work / "plan"

@@ -75,11 +75,9 @@ def view_as_16bit(folder: Folder) -> Source:
         "mxfp4": _mxfp4,
     }
     if method not in views:
-        is_ours = method in ("modelopt", "compressed-tensors")
         raise CheckpointError(
             f"{folder.path} is already quantized ({method})",
-            hint="quantize from the 16-bit model"
-            + (", or bring this one back with `blockscale convert ... --to bf16`" if is_ours else ""),
+            hint="quantize from the 16-bit model that it was made from",
         )
     tensors = views[method](folder)
     used = [info.name for t in tensors.values() for info in t.stored]
@@ -107,7 +105,11 @@ def _plain(folder: Folder) -> dict[str, SourceTensor]:
 
 
 def _decode_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
-    return fp8.decode_values(weight, scale, FP8_BLOCK128).to(torch.bfloat16)
+    """[N, K] float8 and fp32 tiles -> bf16, a row of tiles at a time."""
+    result = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for tile_row, (rows, into) in enumerate(zip(weight.split(128), result.split(128), strict=True)):
+        into.copy_(fp8.decode_values(rows, scale[tile_row : tile_row + 1], FP8_BLOCK128))
+    return result
 
 
 def _fp8_block(folder: Folder) -> dict[str, SourceTensor]:
@@ -135,8 +137,12 @@ def _fp8_block(folder: Folder) -> dict[str, SourceTensor]:
 
 def _decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[E, R, K/32, 16] blocks and [E, R, K/32] E8M0 -> bf16 [E, K, R], the layout of the model's parameter."""
-    values = mx.decode_codes(unpack_nibbles(blocks).flatten(-2), scales, E2M1)
-    return values.to(torch.bfloat16).transpose(-1, -2).contiguous()
+    experts, rows, num_blocks, _ = blocks.shape
+    result = torch.empty(experts, num_blocks * 32, rows, dtype=torch.bfloat16)
+    for expert in range(experts):  # one at a time: the values pass through fp32
+        values = mx.decode_codes(unpack_nibbles(blocks[expert]).flatten(-2), scales[expert], E2M1)
+        result[expert].copy_(values.t())
+    return result
 
 
 def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:

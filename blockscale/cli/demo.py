@@ -131,7 +131,7 @@ def _print_result(result: DemoResult) -> None:
     print()
     print(f"  {PROMPT!r} ->")
     print(f"  16-bit  {result.reference_completion!r}")
-    print(f"  NVFP4   {result.completion!r}")
+    print(f"  {result.recipe}  {result.completion!r}")
     print()
     print(f"checkpoint  {result.checkpoint}")
     print(f"report      {result.report_path}")

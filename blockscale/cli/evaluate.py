@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", nargs="+", action="extend", default=[], metavar="TASK", help="lm-eval names or files"
     )
     parser.add_argument("--task-limit", type=int, metavar="N", help="samples of each task")
-    parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens a window (512)")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens a window (512, or the model's context)")
     parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window (the window: no overlap)")
     parser.add_argument("--start", type=float, default=0.0, metavar="F", help="where in a text to begin, 0 to 1 (0)")
     parser.add_argument("--max-tokens", type=int, default=20_480, metavar="N", help="tokens of each text (20480)")

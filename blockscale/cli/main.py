@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from blockscale.cli import chat, demo, evaluate, generate, quantize
 from blockscale.errors import BlockscaleError
@@ -20,7 +21,7 @@ _INTERRUPTED = (
 class Parser(argparse.ArgumentParser):
     """argparse, with this program's way of saying what is wrong."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         _fail(message, f"{self.prog} --help")
         raise SystemExit(2)
 

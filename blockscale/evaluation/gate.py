@@ -37,6 +37,9 @@ def check_gates(report: Report, max_kl: float | None = None, max_perplexity_rati
 
 def require_reference(has_reference: bool, max_kl: float | None, max_perplexity_ratio: float | None) -> None:
     """UsageError, before any work, for limits that nothing could be held against."""
+    for what, limit in (("mean KL (nats)", max_kl), ("perplexity ratio", max_perplexity_ratio)):
+        if limit is not None and not limit >= 0:
+            raise UsageError(f"the limit for the {what} is {limit}", hint="give a number, 0 or more")
     if not has_reference and (max_kl is not None or max_perplexity_ratio is not None):
         raise UsageError("a limit needs a reference to compare with", hint="give the 16-bit model with --reference")
 

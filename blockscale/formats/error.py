@@ -8,6 +8,8 @@ from torch import Tensor
 from blockscale.formats.minifloat import round_magnitude
 from blockscale.formats.spec import E2M1
 
+_SLICE = 1 << 22  # elements in float64 at a time
+
 
 def mse(reference: Tensor, approximation: Tensor) -> float:
     """Mean squared error, accumulated in float64."""
@@ -16,8 +18,10 @@ def mse(reference: Tensor, approximation: Tensor) -> float:
 
 def relative_mse(reference: Tensor, approximation: Tensor) -> float:
     """sum((x - y)^2) / sum(x^2), in float64; 0 for a zero tensor kept exactly, inf for one that was not."""
-    error = torch.sum((reference.double() - approximation.double()) ** 2).item()
-    power = torch.sum(reference.double() ** 2).item()
+    error = power = 0.0
+    for x, y in zip(reference.reshape(-1).split(_SLICE), approximation.reshape(-1).split(_SLICE), strict=True):
+        error += torch.sum((x.double() - y.double()) ** 2).item()
+        power += torch.sum(x.double() ** 2).item()
     return error / power if power else (0.0 if error == 0 else math.inf)
 
 

@@ -60,5 +60,6 @@ def encode_codes(x: Tensor, scale: Tensor, element: Minifloat) -> Tensor:
 
 def decode_codes(codes: Tensor, scale: Tensor, element: Minifloat) -> Tensor:
     """uint8 codes [..., K] -> fp32 [..., K]; exact unless the product leaves fp32."""
-    values = decode_table(element, codes.device)[codes.long()].unflatten(-1, (scale.shape[-1], -1))
-    return (values * scale_values(scale).unsqueeze(-1)).flatten(-2)
+    values = decode_table(element, codes.device).index_select(0, codes.reshape(-1).int())
+    values = values.view(*scale.shape, -1)  # [..., K/32, 32]
+    return values.mul_(scale_values(scale).unsqueeze(-1)).flatten(-2)

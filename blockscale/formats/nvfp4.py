@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockscale.formats.division import divide
 from blockscale.formats.minifloat import decode_table, encode
-from blockscale.formats.packing import pack_nibbles, unpack_nibbles
+from blockscale.formats.packing import pack_nibbles
 from blockscale.formats.spec import E2M1, E4M3
 
 MIN_BLOCK_SCALE = 2.0**-9  # the smallest E4M3 subnormal: a scale of zero would lose the block
@@ -27,9 +27,9 @@ def block_amax(x: Tensor, block_size: int = 16) -> Tensor:
     return x.abs().unflatten(-1, (-1, block_size)).amax(-1)
 
 
-def global_scale_from_amax(amax: Tensor) -> Tensor:
+def global_scale_from_amax(amax: Tensor, unscaled_max: float = E2M1.max * E4M3.max) -> Tensor:
     """fp32 0-d, from the largest magnitude of the tensor (or of its group). An all-zero tensor gets 1."""
-    scale = divide(amax, E2M1.max * E4M3.max)
+    scale = divide(amax, unscaled_max)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
@@ -61,8 +61,3 @@ def decode_unscaled(packed: Tensor, block_scale: Tensor) -> Tensor:
     values = pairs.view(torch.int64).view(-1).index_select(0, packed.reshape(-1).int()).view(torch.float32)
     values = values.view(*block_scale.shape, -1)
     return values.mul_(block_scale.float().unsqueeze(-1)).flatten(-2)
-
-
-def unpack_values(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] -> fp32 [..., K] of bare E2M1 values."""
-    return decode_table(E2M1, packed.device)[unpack_nibbles(packed).long()]

@@ -86,7 +86,12 @@ class Format:
     granularity: Granularity
     block_size: int
     scale: ScaleType
-    has_global_scale: bool = False
+    # Two-level formats: the element * block_scale that the tensor's amax maps to; its quotient is the global scale.
+    unscaled_max: float | None = None
+
+    @property
+    def has_global_scale(self) -> bool:
+        return self.unscaled_max is not None
 
     @property
     def bits_per_element(self) -> float:
@@ -100,9 +105,9 @@ class Format:
 
 _BLOCK, _TILE = Granularity.BLOCK, Granularity.TILE
 _ALL = (
-    Format("nvfp4", E2M1, _BLOCK, 16, ScaleType.E4M3, has_global_scale=True),
-    # Model Optimizer's W4A8_NVFP4_FP8 weights: the same two levels over 32 elements.
-    Format("nvfp4-block32", E2M1, _BLOCK, 32, ScaleType.E4M3, has_global_scale=True),
+    Format("nvfp4", E2M1, _BLOCK, 16, ScaleType.E4M3, unscaled_max=E2M1.max * E4M3.max),
+    # Model Optimizer's W4A8_NVFP4_FP8 weights: over 32 elements, and element * block_scale must fit FP8.
+    Format("nvfp4-block32", E2M1, _BLOCK, 32, ScaleType.E4M3, unscaled_max=E4M3.max),
     Format("mxfp4", E2M1, _BLOCK, 32, ScaleType.E8M0),
     Format("mxfp6-e2m3", E2M3, _BLOCK, 32, ScaleType.E8M0),
     Format("mxfp6-e3m2", E3M2, _BLOCK, 32, ScaleType.E8M0),

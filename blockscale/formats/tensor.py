@@ -129,9 +129,9 @@ def encode(
 
     amax = nvfp4.block_amax(x, fmt.block_size)
     check_finite(x, amax, name)
-    if fmt.has_global_scale:
+    if fmt.unscaled_max is not None:
         if global_scale is None:
-            global_scale = nvfp4.global_scale_from_amax(amax.amax())
+            global_scale = nvfp4.global_scale_from_amax(amax.amax(), fmt.unscaled_max)
         global_scale = global_scale.to(x.device)  # a divisor on the CPU is not divided by: see `division`
         scale = nvfp4.block_scale_from_amax(amax, global_scale) if block_scale is None else block_scale
         packed = nvfp4.encode_packed(x, scale, global_scale)

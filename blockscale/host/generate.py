@@ -42,23 +42,26 @@ def generate(
     hosted: HostedModel, tokenizer: Any, prompt_ids: Sequence[int], sampling: Sampling, streamer: Any = None
 ) -> Completion:
     """Continues one prompt of token ids. `streamer`: a transformers streamer that gets tokens as they come."""
+    from transformers import GenerationConfig
+
     if not prompt_ids:
         raise UsageError("the prompt is empty", hint="give at least one token of text")
     ids = torch.tensor([list(prompt_ids)], device=hosted.device)
     is_sampling = sampling.temperature > 0
-    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if is_sampling:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     end_ids = _end_ids(hosted.model, tokenizer)
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_tokens,
+        do_sample=is_sampling,
+        eos_token_id=end_ids or None,
+        pad_token_id=end_ids[0] if end_ids else 0,
+        **({"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if is_sampling else {}),
+    )
     with torch.inference_mode(), _seeded(sampling.seed if is_sampling else None):
         output: Tensor = hosted.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=end_ids or None,
-            pad_token_id=end_ids[0] if end_ids else 0,
+            generation_config=config,
             streamer=streamer,
-            **options,
         )
     new = output[0, ids.shape[1] :].tolist()
     has_ended = bool(new) and new[-1] in end_ids

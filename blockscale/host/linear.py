@@ -43,8 +43,9 @@ class PackedLinear(nn.Module):
         if self.activation is not None:
             values, factor = round_activation(x, self.activation, linear.input_global_scale)
         weight, weight_factor = _unscaled(linear.weight, expert)
-        # products without their global scales leave fp16's range
-        compute = torch.float32 if x.dtype == torch.float16 else x.dtype
+        # The tensor core sums in fp32, so emulation does; without global scales products also leave fp16's range.
+        is_exact = self.activation is not None or x.dtype == torch.float16
+        compute = torch.float32 if is_exact else x.dtype
         y = nn.functional.linear(values.to(compute), weight.to(compute)).float() * (factor * weight_factor)
         if self.bias is not None:
             y = y + (self.bias if expert is None else self.bias[expert])

@@ -12,7 +12,7 @@ from blockscale.checkpoint.reader import Checkpoint, open_checkpoint
 from blockscale.errors import ModelError
 from blockscale.host import attention
 from blockscale.host.skeleton import build_skeleton, load_config
-from blockscale.host.weights import host_weights, materialize
+from blockscale.host.weights import HostedWeights, host_weights, materialize
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,24 @@ def load_model(path: Path, *, device: str = "cpu", emulate_activations: bool = T
     dtype = torch.float32 if device == "cpu" else checkpoint.dtype
     quantized = checkpoint.quantized
     has_kv = emulate_activations and quantized is not None and bool(quantized.kv_tensors)
-    model: Any = build_skeleton(config, dtype, attention.register() if has_kv else None)
-    materialize(model, host_weights(model, checkpoint, is_emulating=emulate_activations))
+    model: Any = build_skeleton(config, dtype, with_kv_transforms=has_kv)
+    weights = host_weights(model, checkpoint, is_emulating=emulate_activations)
+    materialize(model, weights)
     model.tie_weights()
     if has_kv:
-        assert quantized is not None
-        for name, infos in quantized.kv_tensors.items():
-            scales = load_kv_scales(infos)
-            model.get_submodule(name).kv_transform = attention.kv_rounding(scales, quantized.kv_format or "fp8")
+        _round_kv_cache(model, weights)
     _load_generation_config(model, path)
     return HostedModel(checkpoint, model.to(device), torch.device(device))
+
+
+def _round_kv_cache(model: Any, weights: HostedWeights) -> None:
+    """Gives each attention module that has scales the rounding of its cache."""
+    quantized = weights.checkpoint.quantized
+    assert quantized is not None
+    own_names = {stored: own for own, stored in weights.stored.items()}
+    for name, infos in quantized.kv_tensors.items():
+        module = model.get_submodule(own_names[f"{name}.k_proj"].removesuffix(".k_proj"))
+        module.kv_transform = attention.kv_rounding(load_kv_scales(infos), quantized.kv_format or "fp8")
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -64,7 +72,14 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def _load_generation_config(model: Any, path: Path) -> None:
+    """Special tokens only: penalties, beams or a top-k that the file asks for would change what temperature 0 means."""
     from transformers import GenerationConfig
 
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if not (path / "generation_config.json").is_file():
+        return
+    try:
+        stored = GenerationConfig.from_pretrained(path)
+    except (ValueError, TypeError, OSError) as e:
+        raise ModelError(f"{path}: generation_config.json is not readable", hint="mend or remove it") from e
+    tokens = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)

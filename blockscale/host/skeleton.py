@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from blockscale.errors import ModelError
+from blockscale.host import attention
 
 DATA_FREE = "recipes without calibration (nvfp4-w4a16, mxfp4, fp8) need no model class"
 
@@ -19,7 +20,7 @@ def load_config(path: Path) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as e:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, ArithmeticError, ImportError) as e:
         raise ModelError(f"{path}: transformers cannot read the config: {_first_line(e)}", hint=DATA_FREE) from e
     for owner in (config, getattr(config, "text_config", None)):
         if owner is not None and hasattr(owner, "quantization_config"):
@@ -27,8 +28,8 @@ def load_config(path: Path) -> Any:
     return config
 
 
-def build_skeleton(config: Any, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    """The model with every parameter on the meta device. `attention`: an implementation's name, or the default."""
+def build_skeleton(config: Any, dtype: torch.dtype, *, with_kv_transforms: bool = False) -> nn.Module:
+    """The model with every parameter on the meta device. `with_kv_transforms`: see `host.attention`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)  # the second run on text alone as well
@@ -36,9 +37,10 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str | None = None
     try:
         with torch.device("meta"), _quiet():
             model = auto.from_config(config, dtype=dtype)
-            if attention is not None:
-                model.set_attn_implementation(attention)
-    except (ValueError, ImportError, KeyError) as e:
+            if with_kv_transforms:
+                base = model.config.get_text_config()._attn_implementation
+                model.set_attn_implementation(attention.register(base))
+    except (ValueError, ImportError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise ModelError(
             f"transformers has no language model for '{config.model_type}': {_first_line(e)}", hint=DATA_FREE
         ) from e

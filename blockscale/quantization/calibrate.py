@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from blockscale.checkpoint.output import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
-from blockscale.errors import ModelError, RecipeError, UsageError
-from blockscale.host import attention
+from blockscale.errors import ModelError, OutputError, RecipeError, UsageError
+from blockscale.host.attention import KVTransform
 from blockscale.host.linear import KeptLinear, Observer
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
@@ -62,6 +63,8 @@ def tokenize(
 
     If the longest text is shorter than a window, it makes the window. UsageError for a text that is shorter still.
     """
+    if max_tokens < 1:
+        raise UsageError(f"cannot calibrate on {max_tokens} tokens", hint="give 1 or more")
     encoded = [encode_text(text.content, encode) for text in texts]
     longest = max(len(before) + len(tokens) for before, tokens in encoded)
     window = max(MIN_WINDOW, min(window, longest))
@@ -99,7 +102,7 @@ def calibrate(
     """
     config = load_config(checkpoint.path)
     dtype = torch.float32 if device == "cpu" else checkpoint.dtype
-    model = build_skeleton(config, dtype, attention.register() if with_kv else None)
+    model = build_skeleton(config, dtype, with_kv_transforms=with_kv)
     weights = host_weights(model, checkpoint, is_emulating=False)
     prefix, layers = decoder_layers(model)
     wanted = [module for module, linear in linears.items() if linear.scheme.needs_input_scale]
@@ -254,7 +257,7 @@ def _keep_input(seen: dict[str, float]) -> Observer:
     return keep
 
 
-def _keep_kv(name: str, state: _State) -> attention.KVTransform:
+def _keep_kv(name: str, state: _State) -> KVTransform:
     def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         old = state.kv_amax.get(name, (0.0, 0.0))
         state.kv_amax[name] = (max(old[0], key.abs().amax().item()), max(old[1], value.abs().amax().item()))
@@ -318,8 +321,12 @@ def _save_state(state: _State, path: Path, digest: str) -> None:
     facts = {"digest": digest, "next_layer": state.next_layer, "input_amax": state.input_amax, "kv_amax": state.kv_amax}
     tensors = {f"{i:06d}": batch.contiguous() for i, batch in enumerate(state.hidden)}
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"state": json.dumps(facts)})
-    partial.replace(path)
+    try:
+        with disk_errors(path):
+            save_file(tensors, partial, metadata={"state": json.dumps(facts)})
+            partial.replace(path)
+    except SafetensorError as e:
+        raise OutputError(f"{path}: cannot be written: {e}", hint="is the disk full? free some space") from e
 
 
 def _load_state(path: Path | None, digest: str) -> _State | None:

@@ -8,6 +8,8 @@ FUSED_LEAVES = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 _LEAF_SET = {leaf: leaves for leaves in FUSED_LEAVES for leaf in leaves}
 

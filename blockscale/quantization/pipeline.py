@@ -31,11 +31,13 @@ from blockscale.quantization.units import kv_scales, make_units, run_units
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
-def job_digest(source: Source, recipe: Recipe, calibration: str) -> str:
+def job_digest(source: Source, recipe: Recipe, calibration: str, device: str) -> str:
     """Identifies a job: same digest, same bytes. `calibration`: digest of the texts and windows, or ''."""
     files = sorted({info.path for t in source.tensors.values() for info in t.stored})
     stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    what = json.dumps([version("blockscale"), recipe.to_yaml(), calibration, dict(source.config), stamps], default=str)
+    versions = [version(name) for name in ("blockscale", "torch", "transformers")]
+    facts = [versions, recipe.to_yaml(), calibration, device, dict(source.config), str(source.path.resolve()), stamps]
+    what = json.dumps(facts, default=str)
     return hashlib.sha256(what.encode()).hexdigest()
 
 

@@ -1,6 +1,5 @@
 """Which tensor of a model is stored as what, decided from names, shapes and config alone."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ _ALWAYS_KEPT = {
         "mlp1",  # InternVL's projector
     ),
     "convolution": ("*conv*",),
+    "absorbed into attention": ("*.kv_b_proj",),  # MLA: engines take it apart, and not all can from 4 bits
     "state-space parameter": ("*.dt_proj", "*.x_proj"),
     "draft layer": ("*mtp*", "*nextn*", "*eagle*"),
 }
@@ -74,10 +74,6 @@ class Plan:
     kept: Mapping[str, str]
     copied: tuple[SourceTensor, ...]
     notices: tuple[str, ...]
-
-    @property
-    def num_quantized_parameters(self) -> int:
-        return sum(math.prod(linear.shape) for linear in self.linears.values())
 
 
 def make_plan(source: Source, recipe: Recipe, *, strict: bool = False) -> Plan:

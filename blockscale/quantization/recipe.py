@@ -70,8 +70,8 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False)
 
 
-# NVFP4 is written in Model Optimizer's dialect, which every engine reads; MXFP4 and dynamic FP8 in compressed-tensors,
-# because vLLM refuses Model Optimizer's names for them.
+# NVFP4 is written in Model Optimizer's dialect, which vLLM, SGLang and TensorRT-LLM read. In it vLLM refuses MXFP4 and
+# SGLang per-channel FP8, so these two are written in compressed-tensors.
 RECIPES: dict[str, Recipe] = {
     r.name: r
     for r in (
@@ -172,7 +172,13 @@ def with_options(recipe: Recipe, keep: tuple[str, ...], kv_cache: str | None, di
 
 
 def without_static_activations(recipe: Recipe) -> Recipe:
-    """Activations left in 16 bits where their scale would have to be calibrated."""
+    """Activations left in 16 bits where their scale would have to be calibrated; RecipeError where the format means
+    nothing without (FP8 weights with one scale)."""
+    for rule in (*recipe.rules, recipe.default_rule):
+        if rule.weight == "fp8" and rule.activation == "fp8":
+            raise RecipeError(
+                f"recipe {recipe.name}: fp8 activations need calibration text", hint="add --calibration FILE"
+            )
 
     def weight_only(rule: Rule) -> Rule:
         is_static = rule.weight != KEEP and rule_scheme(rule).needs_input_scale

@@ -77,7 +77,7 @@ def make_units(
         run = _group_unit(plan, members, output, dialect, statistics, device)
         units.append(Unit(name, num_bytes, num_bytes, run))
     for tensor in plan.copied:
-        held = min(tensor.num_bytes, _COPY_BYTES) if tensor.is_plain else tensor.num_bytes
+        held = min(tensor.num_bytes, _COPY_BYTES) if tensor.is_plain else 2 * tensor.num_bytes
         units.append(Unit(tensor.name, tensor.num_bytes, held, _copy_unit(tensor, output)))
     return units
 
@@ -127,13 +127,14 @@ def _read_weight(linear: PlannedLinear) -> Tensor:
 
 
 def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) -> Tensor | None:
-    if not linears[0].scheme.weight.has_global_scale:
+    fmt = linears[0].scheme.weight
+    if not fmt.has_global_scale:
         return None
     amaxes = [weight.abs().amax() for weight in weights]
     for linear, weight, amax in zip(linears, weights, amaxes, strict=True):
         check_finite(weight, amax, linear.tensor.name)
     # dialects store it or its reciprocal: neither may be 0 or infinite
-    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method).clamp(min=_MIN_SCALE)
+    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method, fmt).clamp(min=_MIN_SCALE)
 
 
 def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:

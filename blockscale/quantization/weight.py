@@ -11,8 +11,7 @@ from blockscale.algorithms.four_over_six import four_or_six_block_scale
 from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.errors import FormatError
 from blockscale.formats import fp8, nvfp4
-from blockscale.formats.division import divide
-from blockscale.formats.spec import E2M1, Format, Granularity, get_format
+from blockscale.formats.spec import NVFP4, Format, Granularity, get_format
 from blockscale.formats.tensor import QuantizedTensor, check_finite, check_quantizable, decode, encode
 
 # On a CPU a slice's temporaries stay in its cache; a GPU wants enough work for each launch.
@@ -28,7 +27,7 @@ class ScaleMethod(Enum):
 
 
 _BLOCK_SCALE = {ScaleMethod.SWEEP: best_block_scale, ScaleMethod.FOUR_OVER_SIX: four_or_six_block_scale}
-_HEADROOM_MAX = 256.0  # leaves 448 / 256 = 1.75 above the largest block's amax scale
+_HEADROOM = 1.75  # how far a searched scale may lie above the amax scale: 448 / 256
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,11 @@ class WeightError:
         return 10 * math.log10(self.squares / self.squared_error) if self.squares else -math.inf
 
 
-def global_scale_from_amax(amax: Tensor, method: ScaleMethod) -> Tensor:
+def global_scale_from_amax(amax: Tensor, method: ScaleMethod, fmt: Format = NVFP4) -> Tensor:
     """fp32 0-d global scale for the largest magnitude of a tensor, or of all the tensors that share it."""
-    if method is ScaleMethod.AMAX:
-        return nvfp4.global_scale_from_amax(amax)
-    scale = divide(amax, E2M1.max * _HEADROOM_MAX)
-    return torch.where(amax == 0, torch.ones_like(scale), scale)
+    assert fmt.unscaled_max is not None
+    headroom = 1.0 if method is ScaleMethod.AMAX else _HEADROOM
+    return nvfp4.global_scale_from_amax(amax, fmt.unscaled_max / headroom)
 
 
 def quantize_weight(
@@ -64,7 +62,7 @@ def quantize_weight(
     amax = x.abs().amax()
     check_finite(x, amax, name)
     if fmt.has_global_scale:
-        global_scale = global_scale_from_amax(amax, method) if global_scale is None else global_scale.to(x.device)
+        global_scale = global_scale_from_amax(amax, method, fmt) if global_scale is None else global_scale.to(x.device)
     fixed = fp8.scale_from_amax(amax, fmt) if fmt.granularity is Granularity.TENSOR else None
 
     rows = x.reshape(-1, x.shape[-1])

@@ -404,9 +404,13 @@ def test_without_resume_the_work_starts_anew(job: Job, whole: dict[str, bytes], 
 
 
 def test_the_work_of_another_job_is_not_taken_up(job: Job, tmp_path: Path) -> None:
-    interrupted(job, tmp_path / "out")
-    with job.open(tmp_path / "out", resume=True, job="other") as result:
-        assert not result.was_resumed
+    work = interrupted(job, tmp_path / "out")
+    before = folder_bytes(work)
+    with pytest.raises(OutputError, match="unfinished work of another job") as error:
+        job.open(tmp_path / "out", resume=True, job="other")
+    assert "--resume" in error.value.hint
+    assert folder_bytes(work) == before
+    with job.open(tmp_path / "out", job="other") as result:  # without `resume` it starts over
         assert result.done == {}
 
 
@@ -432,13 +436,7 @@ def cut_the_plan(work: Path) -> None:
     (work / "plan").write_bytes(b"jo")
 
 
-def spoil_the_plan(work: Path) -> None:
-    (work / "plan").write_bytes(b"\xff\x00")
-
-
-@pytest.mark.parametrize(
-    "damage", [remove_shards, cut_a_shard, change_a_header, remove_the_journal, cut_the_plan, spoil_the_plan]
-)
+@pytest.mark.parametrize("damage", [remove_shards, cut_a_shard, change_a_header, remove_the_journal, cut_the_plan])
 def test_work_that_is_not_whole_is_not_taken_up(
     damage: Callable[[Path], None], job: Job, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

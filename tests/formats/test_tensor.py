@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockscale.errors import FormatError, NonFiniteError
 from blockscale.formats.mx import ScaleRule
-from blockscale.formats.spec import FORMATS, INT4, MXFP4, NVFP4, Format, Granularity, Minifloat
+from blockscale.formats.spec import FORMATS, INT4, MXFP4, NVFP4, NVFP4_BLOCK32, Format, Granularity, Minifloat
 from blockscale.formats.tensor import QuantizedTensor, decode, empty_like_quantized, encode
 
 from . import golden
@@ -187,6 +187,8 @@ def test_encoding_again_from_amax_changes_nothing(fmt: Format, rule: ScaleRule, 
     x = fit_shape(x, fmt)
     if not fmt.name.startswith("mx") and rule is not ScaleRule.EVEN:
         return  # the rule concerns MX alone
+    if fmt is NVFP4_BLOCK32:
+        return  # its largest block scale, 448 / 6, is no E4M3 number, so the amax itself moves
     once = decode(encode(x, fmt, scale_rule=rule))
     twice = decode(encode(once, fmt, scale_rule=rule))
     if fmt.name.startswith("mx") or fmt.element == INT4:

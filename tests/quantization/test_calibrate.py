@@ -137,8 +137,8 @@ def test_one_layer_at_a_time(golden_checkpoint: Find, monkeypatch: pytest.Monkey
     models, copies = [], []
     build, copy_layer = calibrate_module.build_skeleton, calibrate_module.materialized_copy
 
-    def remember(*args):
-        models.append(build(*args))
+    def remember(*args, **options):
+        models.append(build(*args, **options))
         return models[-1]
 
     def copy_alone(model: nn.Module, weights, path: str) -> nn.Module:

@@ -1,5 +1,7 @@
 """What is stored as what: decided from names, shapes and the config, and never silently."""
 
+import math
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def test_a_dense_model() -> None:
         "model.layers.1.mlp.gate_proj",
         "model.layers.1.mlp.up_proj",
     )
-    assert plan.num_quantized_parameters == 14 * H * H
+    assert sum(math.prod(linear.shape) for linear in plan.linears.values()) == 14 * H * H
     assert plan.notices == ()
 
 
@@ -110,7 +112,6 @@ def test_kept_by_name(name: str, reason: str) -> None:
         "model.layers.0.mlp.gate_up_proj.weight",
         "model.layers.0.mlp.shared_expert.down_proj.weight",
         "model.layers.0.linear_attn.out_proj.weight",
-        "model.layers.1.self_attn.kv_b_proj.weight",
         "layers.0.feed_forward.w2.weight",
         "model.layers.0.self_attn.gate_attn.weight",
     ],
@@ -295,7 +296,8 @@ def test_mla_is_fused() -> None:
         "model.layers.0.self_attn", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
     )
     plan = plan_of(tensors, with_rules(keep=("*.q_a_proj",)))
-    assert [m.rpartition(".")[2] for m in plan.linears] == ["q_b_proj", "kv_b_proj", "o_proj"]
+    assert [m.rpartition(".")[2] for m in plan.linears] == ["q_b_proj", "o_proj"]
+    assert plan.kept["model.layers.0.self_attn.kv_b_proj"] == "absorbed into attention"
 
 
 @pytest.mark.parametrize(

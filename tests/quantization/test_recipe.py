@@ -165,13 +165,15 @@ def test_what_needs_calibration() -> None:
 
 
 def test_without_static_activations() -> None:
-    rules = (Rule("a", "fp8", "fp8"), Rule("b", KEEP), Rule("c", "fp8-channel", "fp8-token"))
+    rules = (Rule("a", "nvfp4", "nvfp4"), Rule("b", KEEP), Rule("c", "fp8-channel", "fp8-token"))
     recipe = without_static_activations(Recipe("x", "nvfp4", "nvfp4", rules=rules))
     assert recipe.activation is None
     assert [rule.activation for rule in recipe.rules] == [None, None, "fp8-token"]
     assert not recipe.needs_calibration
     dynamic = Recipe("x", "mxfp4", "mxfp4")
     assert without_static_activations(dynamic) == dynamic
+    with pytest.raises(RecipeError, match="fp8 activations need calibration text"):
+        without_static_activations(Recipe("x", "nvfp4", rules=(Rule("a", "fp8", "fp8"),)))
 
 
 def test_schemes() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from blockscale import api
 from blockscale.checkpoint.output import OutputFolder, partial_path
-from blockscale.errors import BlockscaleError
+from blockscale.errors import BlockscaleError, OutputError
 
 from .sources import llama
 from .test_pipeline import CONFIG, all_files, drawn, spread
@@ -164,7 +164,9 @@ def test_another_job_does_not_take_up_the_work(change: str, write_model, tmp_pat
         write_model(CONFIG, [tensors], "other")
         os.replace(tmp_path / "other" / "model.safetensors", source / "model.safetensors")
         os.utime(source / "model.safetensors", ns=(time + 1, time + 1))
-    api.quantize(source, out, recipe, keep=keep, resume=True)
+    with pytest.raises(OutputError, match="unfinished work of another job"):
+        api.quantize(source, out, recipe, keep=keep, resume=True)
+    api.quantize(source, out, recipe, keep=keep)
     api.quantize(source, tmp_path / "whole", recipe, keep=keep)
     assert all_files(out) == all_files(tmp_path / "whole")
 

@@ -27,7 +27,17 @@ from blockscale.checkpoint.dialects.stored import (
     pair_kv_scales,
 )
 from blockscale.checkpoint.folder import Folder
-from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
+from blockscale.checkpoint.linear import (
+    MXFP4_W4A4,
+    MXFP4_W4A16,
+    W4A4,
+    W4A16,
+    W8A8,
+    W8A8_DYNAMIC,
+    KVScales,
+    QuantizedLinear,
+    Scheme,
+)
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, Format, Granularity
 
@@ -46,6 +56,9 @@ _ACTIVATIONS: dict[tuple[int, str], Format] = {
     (8, "token"): FP8_TOKEN,
 }
 _STRATEGY = {NVFP4: "tensor_group", MXFP4: "group", FP8: "tensor", FP8_CHANNEL: "channel", FP8_TOKEN: "token"}
+# What engines have loaders for.
+_WEIGHT_ONLY_FP8 = (Scheme(FP8), Scheme(FP8_CHANNEL))
+_WRITTEN = (W4A4, W4A16, MXFP4_W4A4, MXFP4_W4A16, W8A8, W8A8_DYNAMIC, *_WEIGHT_ONLY_FP8)
 _CONTAINER = {
     NVFP4: "nvfp4-pack-quantized",
     MXFP4: "mxfp4-pack-quantized",
@@ -147,8 +160,7 @@ def _stored_linear(folder: Folder, module: str, scheme: Scheme) -> StoredLinear:
 def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
     weight, scheme = linear.weight, linear.scheme
-    is_refused = weight.format is NVFP4 and scheme.activation not in (None, NVFP4)  # by engines
-    if is_refused or weight.format not in _CONTAINER or (scheme.activation and scheme.activation not in _STRATEGY):
+    if scheme not in _WRITTEN:
         raise CheckpointError(f"{name}: compressed-tensors cannot hold {scheme.name}", hint="use --dialect modelopt")
     if len(weight.shape) != 2 or linear.pre_quant_scale is not None:
         what = "a pre_quant_scale" if linear.pre_quant_scale is not None else f"a stack {list(weight.shape)}"

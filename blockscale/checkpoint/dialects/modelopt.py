@@ -44,6 +44,7 @@ from blockscale.errors import CheckpointError
 from blockscale.formats.spec import Granularity
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+# Loaders recognise the dialect by this name; who really wrote a file stands in its blockscale.json.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 ALGORITHMS: dict[str, Scheme] = {
