@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import blockscale
 from blockscale import api
 from blockscale.checkpoint.output import partial_path
 from blockscale.errors import CheckFailed, CheckpointError, ModelError, RecipeError, UsageError
 from blockscale.host.generate import Sampling
+from blockscale.quantization.recipe import Recipe
 
 Find = Callable[[str], Path]
 FEW = {"max_calibration_tokens": 1024}
@@ -227,3 +229,33 @@ def test_memory_stays_with_the_shard(tmp_path: Path) -> None:
     finally:
         shutil.rmtree(source)
         shutil.rmtree(out, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "theirs", "recipe"),
+    [
+        ("base_llama", "modelopt_llama_nvfp4", Recipe("x", "nvfp4", "nvfp4")),
+        ("base_llama", "modelopt_llama_w4a16_nvfp4", Recipe("x", "nvfp4")),
+        ("base_llama", "modelopt_llama_w4a8_nvfp4_fp8", Recipe("x", "nvfp4-block32", "fp8")),
+        ("base_qwen3moe", "modelopt_qwen3moe_nvfp4", Recipe("x", "nvfp4", "nvfp4")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_weights_are_model_optimizers_byte_for_byte(
+    source: str,
+    theirs: str,
+    recipe: Recipe,
+    with_tokenizer: Find,
+    golden_checkpoint: Find,
+    calibration_text: Path,
+    tmp_path: Path,
+) -> None:
+    """Names, dtypes, shapes, codes and both levels of scales; only input scales depend on the text."""
+    api.quantize(with_tokenizer(source), tmp_path / "q", recipe, calibration=[calibration_text])
+    ours = load_file(tmp_path / "q" / "model.safetensors")
+    golden = load_file(golden_checkpoint(theirs) / "model.safetensors")
+    assert ours.keys() == golden.keys()
+    for name, tensor in golden.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        if not name.endswith("input_scale"):
+            assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name

@@ -19,6 +19,7 @@ from blockscale.formats.tensor import encode
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.model import load_model, load_tokenizer
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
+from blockscale.host.weights import host_weights, materialize
 from blockscale.quantization.recipe import Recipe, Rule
 
 from .dequantized import dequantized_copy, transformers_logits
@@ -391,3 +392,29 @@ def test_tokenizers(tiny_model: Find, tmp_path: Path, golden_checkpoint: Find) -
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="no tokenizer"):
         load_tokenizer(broken)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "gemma3", "qwen3", "phi3", "deepseek_v3"])
+def test_looking_at_the_cache_changes_nothing(family: str, tiny_model: Find) -> None:
+    """Whatever attention a model chooses by itself, sinks and windows included, still runs."""
+    path = tiny_model(family)
+    model = build_skeleton(load_config(path), torch.float32, with_kv_transforms=True)
+    materialize(model, host_weights(model, open_checkpoint(path), is_emulating=False))
+    model.tie_weights()
+    with torch.inference_mode():
+        found = model(input_ids=token_ids(), use_cache=False).logits
+    assert torch.equal(found, load_model(path).logits(token_ids()))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_cache_scales_reach_the_layers_they_were_measured_in(
+    family: str, tiny_model: Find, tmp_path: Path, calibration_text: Path
+) -> None:
+    """Also where the model names its modules otherwise than the checkpoint does."""
+    out = tmp_path / "q"
+    api.quantize(tiny_model(family), out, "nvfp4", calibration=[calibration_text], kv_cache="fp8")
+    hosted = load_model(out)
+    assert hosted.checkpoint.quantized is not None
+    transforms = [m for m in hosted.model.modules() if getattr(m, "kv_transform", None) is not None]
+    assert len(transforms) == len(hosted.checkpoint.quantized.kv_tensors) > 0
+    assert torch.isfinite(hosted.logits(token_ids())).all()
