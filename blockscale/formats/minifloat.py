@@ -33,14 +33,15 @@ def encode(x: Tensor, element: Minifloat) -> Tensor:
 
     NaN saturates; x = -0.0 loses its sign and a negative that rounds to zero keeps it, as Model Optimizer does.
     """
-    magnitude = torch.nan_to_num(x.abs(), nan=element.max, posinf=element.max).clamp_(max=element.max)
+    magnitude = x.abs().nan_to_num_(nan=element.max, posinf=element.max).clamp_(max=element.max)
     magic = _binade_magic(magnitude, element)
-    steps = (magnitude.add_(magic)).view(torch.int32) - magic.view(torch.int32)  # multiples of the step
+    steps, binades = magnitude.add_(magic).view(torch.int32), magic.view(torch.int32)
+    steps.sub_(binades)  # multiples of the step
     # 1.5 * 2^23 * step lies in the binade of exponent e + 23 - m; e - (1 - bias) binades lie below it.
     first = torch.tensor(1.5 * 2.0 ** (23 - element.mantissa_bits) * element.min_normal).view(torch.int32).item()
-    binades = (magic.view(torch.int32) - first) >> (23 - element.mantissa_bits)
+    binades.sub_(first).bitwise_right_shift_(23 - element.mantissa_bits)
     code = steps.add_(binades).to(torch.uint8)
-    return code.bitwise_or_((x < 0).to(torch.uint8) << (element.bits - 1))
+    return code.add_((x < 0).view(torch.uint8), alpha=1 << (element.bits - 1))
 
 
 def decode_table(element: Minifloat, device: torch.device | str = "cpu") -> Tensor:

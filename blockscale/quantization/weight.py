@@ -15,7 +15,7 @@ from blockscale.formats.spec import NVFP4, Format, Granularity, get_format
 from blockscale.formats.tensor import QuantizedTensor, check_finite, check_quantizable, decode, encode
 
 # On a CPU a slice's temporaries stay in its cache; a GPU wants enough work for each launch.
-_SLICE_ELEMENTS_CPU, _SLICE_ELEMENTS_GPU = 1 << 19, 1 << 24
+_SLICE_ELEMENTS_CPU, _SLICE_ELEMENTS_GPU = 1 << 18, 1 << 24
 
 
 class ScaleMethod(Enum):
