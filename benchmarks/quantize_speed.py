@@ -69,8 +69,8 @@ def copy(model: Path, out: Path) -> None:
     assert read == size
 
 
-def run_once(model: Path, out: Path, what: str, device: str) -> float:
-    """Seconds of work in a fresh process, imports not counted."""
+def run_once(model: Path, out: Path, what: str, device: str) -> tuple[float, float]:
+    """Seconds of work in a fresh process, and MB of peak memory over the interpreter's with everything imported."""
     shutil.rmtree(out, ignore_errors=True)
     run = subprocess.run(
         [sys.executable, __file__, "--child", what, str(model), str(out), device],
@@ -79,21 +79,32 @@ def run_once(model: Path, out: Path, what: str, device: str) -> float:
         text=True,
     )
     shutil.rmtree(out, ignore_errors=True)
-    return float(run.stdout.split()[-1])
+    taken, peak = run.stdout.split()[-2:]
+    return float(taken), float(peak)
+
+
+def peak_mb() -> float:
+    """High-water mark of this program's memory. getrusage would count what the parent held when it forked."""
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def child(what: str, model: Path, out: Path, device: str) -> None:
+    import transformers  # noqa: F401  (imported by the work itself; not part of what it takes)
+
     from blockscale import api
 
     if device != "cpu":
         torch.zeros(1, device=device)  # the driver starts before the clock does
 
+    before_mb = peak_mb()
     begin = time.perf_counter()
     if what == "copy":
         copy(model, out)
     else:
         api.quantize(model, out, what, device=device)
-    print(time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    print(seconds, peak_mb() - before_mb)
 
 
 def main() -> None:
@@ -107,23 +118,30 @@ def main() -> None:
         model.mkdir()
         num_bytes = make_model(model, args.gigabytes * 1e9)
         seconds: dict[str, list[float]] = {what: [] for what in ("copy", *RECIPES)}
+        peaks_mb: dict[str, float] = dict.fromkeys(seconds, 0.0)
         run_once(model, out, "copy", args.device)  # the page cache as every later run finds it
         for _ in range(args.runs):
             for what, times in seconds.items():
-                times.append(run_once(model, out, what, args.device))
+                taken, peak = run_once(model, out, what, args.device)
+                times.append(taken)
+                peaks_mb[what] = max(peaks_mb[what], peak)
     figures = [
         {
             "what": what,
             "input_mb": num_bytes / 1e6,
             "median_mb_per_s": num_bytes / 1e6 / statistics.median(times),
             "mb_per_s": [num_bytes / 1e6 / t for t in times],
+            "peak_mb_over_imports": peaks_mb[what],
             "median_ratio_to_copy": statistics.median(c / t for c, t in zip(seconds["copy"], times, strict=True)),
         }
         for what, times in seconds.items()
     ]
     record("quantize_speed" + ("" if args.device == "cpu" else "_gpu"), figures)
     for row in figures:
-        print(f"{row['what']:12s} {row['median_mb_per_s']:8.0f} MB/s   {row['median_ratio_to_copy']:.2f} of copy")
+        print(
+            f"{row['what']:12s} {row['median_mb_per_s']:8.0f} MB/s   {row['median_ratio_to_copy']:.2f} of copy   "
+            f"{row['peak_mb_over_imports']:.0f} MB"
+        )
 
 
 if __name__ == "__main__":
