@@ -64,35 +64,35 @@ def test_a_single_file_beside_stale_shards(tmp_path: Path) -> None:
     assert read_tensor(folder.tensors["a"])[0].item() == 1.0
 
 
-def refused(path: Path, match: str) -> None:
+def assert_refused(path: Path, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         open_folder(path)
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:
     model_folder(tmp_path, {FIRST: SHARDS[FIRST]}, WEIGHT_MAP)
-    refused(tmp_path, f"shard {SECOND} is missing; the index places 1 tensors in it")
+    assert_refused(tmp_path, f"shard {SECOND} is missing; the index places 1 tensors in it")
 
 
 def test_a_truncated_shard(tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS, WEIGHT_MAP)
     (tmp_path / SECOND).write_bytes((tmp_path / SECOND).read_bytes()[:-1])
-    refused(tmp_path, f"{SECOND} is truncated")
+    assert_refused(tmp_path, f"{SECOND} is truncated")
 
 
 def test_index_entries_that_no_file_holds(tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS, {**WEIGHT_MAP, "mtp.0.weight": FIRST, "mtp.1.weight": SECOND})
-    refused(tmp_path, "the index lists 2 tensors that no file holds, first 'mtp.0.weight'")
+    assert_refused(tmp_path, "the index lists 2 tensors that no file holds, first 'mtp.0.weight'")
 
 
 def test_an_entry_that_points_to_the_wrong_shard(tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS, {**WEIGHT_MAP, "c": FIRST})
-    refused(tmp_path, "the index lists 1 tensors that no file holds, first 'c'")
+    assert_refused(tmp_path, "the index lists 1 tensors that no file holds, first 'c'")
 
 
 def test_tensors_of_a_shard_that_the_index_does_not_list(tmp_path: Path) -> None:
     model_folder(tmp_path, {**SHARDS, SECOND: {"c": TWO, "mtp.0.weight": TWO}}, WEIGHT_MAP)
-    refused(tmp_path, "hold 1 tensors that the index does not list, first 'mtp.0.weight'")
+    assert_refused(tmp_path, "hold 1 tensors that the index does not list, first 'mtp.0.weight'")
 
 
 @pytest.mark.parametrize("weight_map", [WEIGHT_MAP, None])
@@ -100,7 +100,7 @@ def test_a_whole_file_that_would_be_left_out(weight_map: dict[str, Any] | None, 
     """Draft layers often come in a file of their own: to drop them without a word loses them."""
     shards = SHARDS if weight_map else {"model.safetensors": {"a": ONE}}
     model_folder(tmp_path, {**shards, "mtp.safetensors": {"a": ONE, "mtp.0.weight": TWO}}, weight_map)
-    refused(tmp_path, r"mtp\.safetensors: holds 1 tensors that would be left out, first 'mtp.0.weight'")
+    assert_refused(tmp_path, r"mtp\.safetensors: holds 1 tensors that would be left out, first 'mtp.0.weight'")
 
 
 def test_mistrals_own_copy_is_left_out(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_mistrals_own_copy_is_left_out(tmp_path: Path) -> None:
 
 def test_the_same_tensor_twice_without_an_index(tmp_path: Path) -> None:
     model_folder(tmp_path, {FIRST: {"a": ONE}, SECOND: {"a": TWO}})
-    refused(tmp_path, f"'a' lies in {FIRST} and in {SECOND}")
+    assert_refused(tmp_path, f"'a' lies in {FIRST} and in {SECOND}")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_the_same_tensor_twice_without_an_index(tmp_path: Path) -> None:
 def test_an_index_that_makes_no_sense(index: bytes, tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS)
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
-    refused(tmp_path, r"model\.safetensors\.index\.json")
+    assert_refused(tmp_path, r"model\.safetensors\.index\.json")
 
 
 def test_no_folder_or_no_config(tmp_path: Path) -> None:
-    refused(tmp_path / "absent", "no such model folder")
-    refused(GOLDEN / "base_llama" / "config.json", "no such model folder")
-    refused(tmp_path, "no config.json")
+    assert_refused(tmp_path / "absent", "no such model folder")
+    assert_refused(GOLDEN / "base_llama" / "config.json", "no such model folder")
+    assert_refused(tmp_path, "no config.json")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_no_folder_or_no_config(tmp_path: Path) -> None:
 def test_a_config_that_makes_no_sense(config: bytes, tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS)
     (tmp_path / "config.json").write_bytes(config)
-    refused(tmp_path, r"config\.json")
+    assert_refused(tmp_path, r"config\.json")
 
 
 def test_absent_and_null_sections_of_a_config_are_the_same(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_absent_and_null_sections_of_a_config_are_the_same(tmp_path: Path) -> No
 
 def test_weights_in_bin_files_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    refused(tmp_path, "no .safetensors file")
+    assert_refused(tmp_path, "no .safetensors file")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file") as caught:
         open_folder(tmp_path)
