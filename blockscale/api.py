@@ -261,6 +261,8 @@ class LLM:
         seed: int | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one string", hint="give a list of prompts")
         sampling = Sampling(max_tokens, temperature, top_p, seed)
         return [generate(self.hosted, self.tokenizer, self.tokenizer.encode(p), sampling) for p in prompts]
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from blockscale.checkpoint.folder import INDEX_NAME, SINGLE_NAME
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
-from blockscale.errors import OutputError
+from blockscale.errors import NonFiniteError, OutputError
+from blockscale.formats.tensor import FLOAT_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -321,6 +322,19 @@ def _remove(work: Path) -> None:
     with suppress(OSError):
         _clear(work)
         work.rmdir()
+
+
+def _check_finite(chunk: bytes, source: TensorInfo, offset: int) -> None:
+    """NonFiniteError that names the tensor and its first bad position; `offset`: of the chunk in the tensor."""
+    if source.dtype not in FLOAT_DTYPES:
+        return
+    values = torch.frombuffer(bytearray(chunk), dtype=source.dtype)
+    is_bad = ~torch.isfinite(values)
+    if is_bad.any():
+        first = int(is_bad.int().argmax())
+        flat = torch.tensor(offset // source.dtype.itemsize + first)
+        position = [int(i) for i in torch.unravel_index(flat, source.shape)]
+        raise NonFiniteError(f"{source.name}: {values[first].item()} at {position}", hint="the source is damaged")
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

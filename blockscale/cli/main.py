@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of our output has gone, `blockscale ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if os.environ.get("BLOCKSCALE_TRACEBACK"):
+            raise
+        _fail(f"unexpected {type(error).__name__}: {error}", "BLOCKSCALE_TRACEBACK=1 shows where; please report it")
+        return 2
     return 0
 
 

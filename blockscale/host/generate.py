@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockscale.errors import UsageError
-from blockscale.host.model import HostedModel
+from blockscale.host.model import HostedModel, check_ids
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ def generate(
     if not prompt_ids:
         raise UsageError("the prompt is empty", hint="give at least one token of text")
     ids = torch.tensor([list(prompt_ids)], device=hosted.device)
+    check_ids(ids, hosted.model)
+    context = getattr(hosted.model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and 0 < context <= ids.shape[1]:
+        raise UsageError(f"the prompt has {ids.shape[1]} tokens: the model's context is {context}", hint="shorten it")
     is_sampling = sampling.temperature > 0
     end_ids = _end_ids(hosted.model, tokenizer)
     config = GenerationConfig(

@@ -26,7 +26,18 @@ class HostedModel:
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, T] -> fp32 logits [B, T, V]."""
+        check_ids(input_ids, self.model)
         return self.model(input_ids=input_ids.to(self.device), use_cache=False).logits.float()
+
+
+def check_ids(ids: Tensor, model: Any) -> None:
+    """ModelError for tokens that the model has no embedding for."""
+    count = model.get_input_embeddings().weight.shape[0]
+    if ids.numel() and int(ids.max()) >= count:
+        raise ModelError(
+            f"the tokenizer gives token {int(ids.max())}, the model knows {count}",
+            hint="tokenizer and model do not belong together",
+        )
 
 
 def load_model(path: Path, *, device: str = "cpu", emulate_activations: bool = True) -> HostedModel:
@@ -66,7 +77,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as e:
         raise ModelError(f"{path}: no tokenizer that transformers can read", hint="copy tokenizer.json there") from e
 

@@ -19,7 +19,7 @@ def load_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, ArithmeticError, ImportError) as e:
         raise ModelError(f"{path}: transformers cannot read the config: {_first_line(e)}", hint=DATA_FREE) from e
     for owner in (config, getattr(config, "text_config", None)):

@@ -27,6 +27,7 @@ from blockscale.checkpoint.reader import Checkpoint
 from blockscale.errors import ModelError, OutputError, RecipeError, UsageError
 from blockscale.host.attention import KVTransform
 from blockscale.host.linear import KeptLinear, Observer
+from blockscale.host.model import check_ids
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
 from blockscale.quantization.groups import expert_set
@@ -106,6 +107,7 @@ def calibrate(
     weights = host_weights(model, checkpoint, is_emulating=False)
     prefix, layers = decoder_layers(model)
     wanted = [module for module, linear in linears.items() if linear.scheme.needs_input_scale]
+    check_ids(data.windows, model)
     state = _load_state(state_path, data.digest) or _State(0, [], {}, {})
     with torch.inference_mode():
         if state.next_layer < len(layers):

@@ -136,7 +136,7 @@ def _structural_reason(module: str, tensor: SourceTensor, config: Mapping[str, A
     text_config = _text_config(config)
     num_layers = text_config.get("num_hidden_layers")
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", module)
-    if layer and num_layers and int(layer[1]) >= num_layers and not config.get("is_encoder_decoder"):
+    if layer and isinstance(num_layers, int) and int(layer[1]) >= num_layers and not config.get("is_encoder_decoder"):
         return "draft layer"
     num_experts = next((text_config[key] for key in _NUM_EXPERTS if text_config.get(key)), None)
     is_inside = expert_set(module) is not None or module.endswith("_proj")

@@ -102,7 +102,9 @@ def load_recipe(recipe: "str | Path | Recipe") -> Recipe:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise RecipeError(f"recipe {path} cannot be read: {e.strerror}") from e
+        raise RecipeError(f"recipe {path} cannot be read: {e.strerror}", hint="check the path") from e
+    except UnicodeDecodeError as e:
+        raise RecipeError(f"recipe {path} is not UTF-8", hint="convert it with iconv") from e
     except yaml.YAMLError as e:
         raise RecipeError(f"recipe {path} is not valid YAML: {e}") from e
     return recipe_from_dict(data, str(path))
