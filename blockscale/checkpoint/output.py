@@ -188,13 +188,14 @@ class OutputFolder:
             _pwrite_all(file.fileno(), data, place.offset)
 
     def copy(self, name: str, source: TensorInfo) -> None:
-        """Puts a stored tensor in its place byte for byte, without holding it."""
+        """Puts a stored tensor in its place byte for byte, without holding it. NonFiniteError for NaN or Inf."""
         place = self._places[name]
         assert (source.dtype, source.shape) == (place.dtype, place.shape), name
         self._note(name)
         with disk_errors(self.out), place.path.open("r+b", buffering=0) as writer:
             offset = place.offset
             for chunk in read_chunks(source):
+                _check_finite(chunk, source, offset - place.offset)
                 _pwrite_all(writer.fileno(), memoryview(chunk), offset)
                 offset += len(chunk)
 
@@ -326,7 +327,7 @@ def _remove(work: Path) -> None:
 
 def _check_finite(chunk: bytes, source: TensorInfo, offset: int) -> None:
     """NonFiniteError that names the tensor and its first bad position; `offset`: of the chunk in the tensor."""
-    if source.dtype not in FLOAT_DTYPES:
+    if source.dtype not in FLOAT_DTYPES or not source.name.endswith(".weight"):  # a stored mask may well hold -inf
         return
     values = torch.frombuffer(bytearray(chunk), dtype=source.dtype)
     is_bad = ~torch.isfinite(values)

@@ -574,3 +574,23 @@ def test_a_folder_that_was_finished_while_one_waited_for_the_lock(
         job.open(out)
     assert (out / "config.json").is_file()
     assert not partial_path(out).exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_kept_tensor_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
+    from blockscale.checkpoint.folder import open_folder
+    from blockscale.errors import NonFiniteError
+
+    source, tensor = tmp_path / "m", torch.ones(3, 5, dtype=torch.bfloat16)
+    tensor[2, 1] = value
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_file({"model.norm.weight": tensor}, source / "model.safetensors")
+    info = open_folder(source).tensors["model.norm.weight"]
+    layout = {info.name: (info.dtype, info.shape)}
+    with (
+        pytest.raises(NonFiniteError, match=r"model\.norm\.weight: (nan|inf) at \[2, 1\]"),
+        output.OutputFolder(tmp_path / "out", layout, "job", resume=False) as result,
+    ):
+        result.copy(info.name, info)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
