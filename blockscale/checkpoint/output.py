@@ -27,8 +27,8 @@ from torch import Tensor
 
 from blockscale.checkpoint.folder import INDEX_NAME, SINGLE_NAME
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
-from blockscale.errors import NonFiniteError, OutputError
-from blockscale.formats.tensor import FLOAT_DTYPES
+from blockscale.errors import OutputError
+from blockscale.formats.tensor import FLOAT_DTYPES, non_finite_error
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -330,12 +330,8 @@ def _check_finite(chunk: bytes, source: TensorInfo, offset: int) -> None:
     if source.dtype not in FLOAT_DTYPES or not source.name.endswith(".weight"):  # a stored mask may well hold -inf
         return
     values = torch.frombuffer(bytearray(chunk), dtype=source.dtype)
-    is_bad = ~torch.isfinite(values)
-    if is_bad.any():
-        first = int(is_bad.int().argmax())
-        flat = torch.tensor(offset // source.dtype.itemsize + first)
-        position = [int(i) for i in torch.unravel_index(flat, source.shape)]
-        raise NonFiniteError(f"{source.name}: {values[first].item()} at {position}", hint="the source is damaged")
+    if not torch.isfinite(values).all():
+        raise non_finite_error(values, source.shape, source.name, offset // source.dtype.itemsize)
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -86,6 +86,9 @@ def check_quantizable(x: Tensor, fmt: Format, name: str = "tensor") -> None:
         raise FormatError(f"{name}: cannot quantize {x.dtype}", hint="give bfloat16, float16 or float32")
     if x.dim() == 0 or x.numel() == 0:
         raise FormatError(f"{name}: cannot quantize an empty or 0-d tensor, shape {list(x.shape)}")
+    if fmt.granularity is Granularity.TILE and x.dim() != 2:
+        tile = f"{fmt.block_size}x{fmt.block_size}"
+        raise FormatError(f"{name}: a format of {tile} tiles takes a 2-D weight, got {list(x.shape)}")
     if fmt.granularity is Granularity.BLOCK and x.shape[-1] % fmt.block_size:
         raise FormatError(
             f"{name}: last dimension {x.shape[-1]} is not a multiple of {fmt.name}'s block of {fmt.block_size}",
@@ -97,10 +100,15 @@ def check_finite(x: Tensor, amax: Tensor, name: str = "tensor") -> None:
     """NonFiniteError that names the tensor and its first bad position, if `amax` (any maxima of |x|) is not finite."""
     if torch.isfinite(amax).all():
         return
-    flat = int((~torch.isfinite(x)).reshape(-1).int().argmax())
-    position = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape)]
-    raise NonFiniteError(
-        f"{name}: {x.reshape(-1)[flat].item()} at {position}",
+    raise non_finite_error(x.reshape(-1), x.shape, name)
+
+
+def non_finite_error(values: Tensor, shape: tuple[int, ...], name: str, start: int = 0) -> NonFiniteError:
+    """Names the first bad one of `values`, a flat piece of a tensor of `shape` that begins at element `start`."""
+    first = int((~torch.isfinite(values)).int().argmax())
+    position = [int(i) for i in torch.unravel_index(torch.tensor(start + first), shape)]
+    return NonFiniteError(
+        f"{name}: {values[first].item()} at {position}",
         hint="the source checkpoint is damaged or overflowed when it was cast; download or export it again",
     )
 

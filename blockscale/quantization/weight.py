@@ -68,7 +68,6 @@ def quantize_weight(
     rows = x.reshape(-1, x.shape[-1])
     step = max(1, (_SLICE_ELEMENTS_CPU if x.device.type == "cpu" else _SLICE_ELEMENTS_GPU) // x.shape[-1])
     if fmt.granularity is Granularity.TILE:
-        check_quantizable_tile(x, name)
         step = -(-step // fmt.block_size) * fmt.block_size
     packed, scales, squared_errors, squares = [], [], [], []
     unit = _unit(amax.item())
@@ -98,11 +97,6 @@ def _unit(amax: float) -> float:
 def _join(scales: list[Tensor], x: Tensor, fmt: Format) -> Tensor:
     joined = torch.cat(scales)
     return joined if fmt.granularity is Granularity.TILE else joined.view(*x.shape[:-1], -1)
-
-
-def check_quantizable_tile(x: Tensor, name: str) -> None:
-    if x.dim() != 2:
-        raise FormatError(f"{name}: a format of tiles takes a 2-D weight, got {list(x.shape)}")
 
 
 def quantize_tensor(

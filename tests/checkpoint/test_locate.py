@@ -29,7 +29,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def refused(model: str | Path, match: str) -> None:
+def assert_refused(model: str | Path, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
         locate(model)
     assert caught.value.hint
@@ -58,29 +58,29 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./no-such-folder", "../x/y", "~/no-such-folder", "a/b/c"])
 def test_a_path_that_is_not_there(model: str) -> None:
-    refused(model, f"^{model}: no such model folder")
+    assert_refused(model, f"^{model}: no such model folder")
 
 
 def test_names_that_no_file_system_takes() -> None:
-    refused("x" * 300, "no such model folder")
-    refused("~no-such-user-here/model", "no such model folder")
+    assert_refused("x" * 300, "no such model folder")
+    assert_refused("~no-such-user-here/model", "no such model folder")
 
 
 def test_files_that_are_no_model(tmp_path: Path) -> None:
-    refused(tmp_path / "absent.gguf", "absent.gguf: no such file")
-    refused(GOLDEN / "base_llama" / "config.json", r"config\.json: a model is a folder or a \.gguf file")
+    assert_refused(tmp_path / "absent.gguf", "absent.gguf: no such file")
+    assert_refused(GOLDEN / "base_llama" / "config.json", r"config\.json: a model is a folder or a \.gguf file")
     (tmp_path / "text.gguf").write_text("not a model")
-    refused(tmp_path / "text.gguf", r"text\.gguf: not a readable GGUF file")
+    assert_refused(tmp_path / "text.gguf", r"text\.gguf: not a readable GGUF file")
 
 
 @pytest.mark.parametrize("model", ["owner/name", "name"])
 def test_a_hub_id_without_a_network(model: str) -> None:
-    refused(model, f"^{model}: not a local folder, and the hub cannot be reached")
+    assert_refused(model, f"^{model}: not a local folder, and the hub cannot be reached")
 
 
 @pytest.mark.parametrize("model", ["bad name!", "owner/..", "owner/-name", "owner/a--b"])
 def test_a_hub_id_that_cannot_be(model: str) -> None:
-    refused(model, f"^{model}: neither a local folder nor a model on the hub")
+    assert_refused(model, f"^{model}: neither a local folder nor a model on the hub")
 
 
 def test_a_hub_id_that_was_fetched_before(tmp_path: Path) -> None:
