@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from blockscale import texts
-from blockscale.checkpoint.folder import read_json
 from blockscale.checkpoint.locate import demo_gguf, fetch_demo, locate
 from blockscale.checkpoint.output import OutputFolder, check_absent
 from blockscale.checkpoint.reader import bits_per_parameter, open_checkpoint
+from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import Source, open_source
 from blockscale.errors import RecipeError, UsageError
 from blockscale.evaluation.gate import check_gates, require_reference

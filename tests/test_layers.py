@@ -16,6 +16,8 @@ ROOMS = (
     "texts",
     "algorithms",
     "checkpoint",
+    "inspection",
+    "conversion",
     "host",
     "quantization",
     "evaluation",

@@ -1,133 +1,98 @@
 """A model folder as it lies on disk: config, tensors by name, and the files that travel along."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockscale.checkpoint.header import TensorInfo, read_header
+from blockscale.checkpoint.faults import Fault, raise_first
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.shards import read_json, survey_shards
 from blockscale.errors import CheckpointError
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 # Weights in other containers, and what this program writes itself, do not travel with a quantized model.
 _NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf"),
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
 )
-_OTHER_COPY = "consolidated*"  # Mistral's own container of the same weights, under other names
-_NOT_COPIED_NAMES = ("config.json", "hf_quant_config.json", "blockscale.json", "recipe.yaml", "quant_cfg.json")
+_NOT_COPIED_NAMES = (
+    *("config.json", HF_QUANT_CONFIG, "blockscale.json", "recipe.yaml", "quant_cfg.json"),
+    *("quant_config.json", "quantize_config.json"),  # AutoAWQ's and AutoGPTQ's: of the source, not of what it becomes
+)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """`tensors` in storage order (shard by shard); `companions` are tokenizer, templates, generation config ..."""
+    """`tensors` in storage order (shard by shard); `companions` are tokenizer, templates, generation config ...
+
+    quant_config  what hf_quant_config.json holds, where there is one
+    faults        what contradicts itself; none of those of a folder that `open_folder` returns is fatal
+    """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     companions: tuple[Path, ...]
+    quant_config: Mapping[str, Any] | None = None
+    faults: tuple[Fault, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors.values())
 
+    @property
+    def method(self) -> str | None:
+        """How the weights are stored, as the config names it; None where it names nothing."""
+        quantization = self.config.get("quantization_config") or {}
+        method = quantization.get("quant_method")
+        if method is None and ("quant_algo" in quantization or self.quant_config is not None):
+            return "modelopt"
+        return None if method is None else str(method)
+
 
 def open_folder(path: Path) -> Folder:
     """Reads config, index and headers, no weights. CheckpointError for whatever is missing or contradictory."""
+    folder = survey_folder(path)
+    raise_first(folder.faults)
+    return folder
+
+
+def survey_folder(path: Path) -> Folder:
+    """The same, but goes on past faults with what can be read. CheckpointError only where there is no folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model folder", hint="give a folder with config.json and safetensors")
-    return Folder(path, _read_config(path), _read_tensors(path), _companions(path))
+    config, faults = _survey_config(path)
+    tensors, shard_faults = survey_shards(path)
+    quant_config, quant_faults = _survey_quant_config(
+        path / HF_QUANT_CONFIG, is_needed="quantization_config" not in config
+    )
+    return Folder(path, config, tensors, _companions(path), quant_config, (*faults, *shard_faults, *quant_faults))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _survey_config(path: Path) -> tuple[dict[str, Any], list[Fault]]:
+    file = path / "config.json"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: not valid JSON: {e}", hint="download the file again") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object", hint="download the file again")
-    return value
+        if not file.exists():
+            raise CheckpointError(f"{path}: no config.json", hint="this is not a Hugging Face model folder")
+        config = read_json(file)
+    except CheckpointError as e:
+        return {}, [Fault("malformed-json", file.name, str(e), e.hint)]
+    wrong = [key for key in ("quantization_config", "text_config") if not isinstance(config.get(key), dict | None)]
+    faults = [
+        Fault("malformed-json", file.name, f"{file}: {key} is no JSON object", "download the file again")
+        for key in wrong
+    ]
+    return {key: value for key, value in config.items() if key not in wrong}, faults
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: no config.json", hint="this is not a Hugging Face model folder")
-    config = read_json(path / "config.json")
-    for key in ("quantization_config", "text_config"):
-        if not isinstance(config.get(key), dict | None):
-            raise CheckpointError(f"{path / 'config.json'}: {key} is no JSON object", hint="download the file again")
-    return config
-
-
-def _read_tensors(path: Path) -> dict[str, TensorInfo]:
-    files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith(".")]
-    if (path / INDEX_NAME).is_file():
-        tensors = _read_indexed(path)
-    else:
-        tensors = _read_unindexed(path, [path / SINGLE_NAME] if path / SINGLE_NAME in files else files)
-    read = {info.path for info in tensors.values()}
-    for file in files:
-        if file not in read and not file.match(_OTHER_COPY):
-            lost = [name for name in read_header(file) if name not in tensors]
-            if lost:
-                raise CheckpointError(
-                    f"{file}: holds {len(lost)} tensors that would be left out, first '{lost[0]}'",
-                    hint=f"list them in {INDEX_NAME}, or move the file away if the model does not need it",
-                )
-    return tensors
-
-
-def _read_unindexed(path: Path, files: Sequence[Path]) -> dict[str, TensorInfo]:
-    if not files:
-        others = [p.name for p in path.glob("*.bin")]
-        hint = "convert the .bin files to safetensors first" if others else "the weights are not in this folder"
-        raise CheckpointError(f"{path}: no .safetensors file", hint=hint)
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        for name, info in read_header(file).items():
-            if name in tensors:
-                raise CheckpointError(f"{path}: '{name}' lies in {tensors[name].path.name} and in {file.name}")
-            tensors[name] = info
-    return tensors
-
-
-def _read_indexed(path: Path) -> dict[str, TensorInfo]:
-    """Honours the index's file for each tensor: a stale copy of a tensor in another shard is not read."""
-    weight_map = read_json(path / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX_NAME}: no weight_map", hint="download the index again")
-    for file_name in weight_map.values():
-        if not isinstance(file_name, str) or Path(file_name).is_absolute() or ".." in Path(file_name).parts:
-            raise CheckpointError(f"{path / INDEX_NAME}: {file_name!r} is no file of this folder")
-    tensors, unlisted = {}, []
-    for file_name in dict.fromkeys(weight_map.values()):
-        if not (path / file_name).is_file():
-            count = sum(value == file_name for value in weight_map.values())
-            raise CheckpointError(
-                f"{path}: shard {file_name} is missing; the index places {count} tensors in it",
-                hint="finish the download",
-            )
-        for name, info in read_header(path / file_name).items():
-            if weight_map.get(name) == file_name:
-                tensors[name] = info
-            elif name not in weight_map:
-                unlisted.append(name)
-    ghosts = [name for name in weight_map if name not in tensors]
-    if ghosts:
-        raise CheckpointError(
-            f"{path}: the index lists {len(ghosts)} tensors that no file holds, first '{ghosts[0]}'",
-            hint="the index is stale: rebuild it from the files or download it again",
-        )
-    if unlisted:
-        raise CheckpointError(
-            f"{path}: the shards hold {len(unlisted)} tensors that the index does not list, first '{unlisted[0]}'",
-            hint="the index is stale: rebuild it from the files or download it again",
-        )
-    return tensors
+def _survey_quant_config(file: Path, *, is_needed: bool) -> tuple[dict[str, Any] | None, list[Fault]]:
+    if not file.exists():
+        return None, []
+    try:
+        return read_json(file), []
+    except CheckpointError as e:
+        return None, [Fault("malformed-json", file.name, str(e), e.hint, is_needed)]
 
 
 def _companions(path: Path) -> tuple[Path, ...]:

@@ -1,7 +1,6 @@
-"""One safetensors file: its header, checked against the file's size, and reads by position.
+"""One safetensors file: its header, checked against the file's size. Needs no torch.
 
-Reads copy bytes straight from the file instead of mapping it, so that memory follows what is held and not what was
-touched. Layout: u64 little-endian header length, JSON header, then the tensors' bytes.
+Layout: u64 little-endian header length, JSON header, then the tensors' bytes.
 Source: the safetensors format description, github.com/huggingface/safetensors.
 """
 
@@ -14,43 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from blockscale.errors import CheckpointError
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
+# Bytes an element, by safetensors' names.
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MAX_SIZE = 2**63 - 1
 _CHUNK_BYTES = 16 << 20
 _DOWNLOAD = "download it again"
-_READ_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one stored tensor lies. `offset` counts from the start of the file."""
+    """Where one stored tensor lies. `dtype` is safetensors' name; `offset` counts from the start of the file."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -71,10 +54,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if length > _MAX_HEADER_BYTES:
                 raise _no_safetensors(path, f"its header would be {length} bytes long")
             if length > size - 8:
-                raise _truncated(path, f"its header needs {length + 8} bytes, the file has {size}")
+                raise truncated(path, f"its header needs {length + 8} bytes, the file has {size}")
             entries = json.loads(file.read(length).decode())
     except OSError as e:
-        raise _unreadable(path, e) from e
+        raise unreadable(path, e) from e
     except (ValueError, RecursionError) as e:
         raise _no_safetensors(path, "its header is no JSON") from e
     if not isinstance(entries, dict):
@@ -103,21 +86,18 @@ def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: in
         _size(math.prod(n for n in shape if n))  # torch cannot hold more, not even of an empty tensor
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint=_DOWNLOAD) from e
-    if dtype_name not in DTYPES:
+    if dtype_name not in DTYPE_BYTES:
         raise CheckpointError(
-            f"{path}: tensor '{name}' has unknown dtype {dtype_name}", hint="known dtypes: " + ", ".join(DTYPES)
+            f"{path}: tensor '{name}' has unknown dtype {dtype_name}", hint="known dtypes: " + ", ".join(DTYPE_BYTES)
         )
-    dtype = DTYPES[dtype_name]
-    num_bytes = dtype.itemsize
-    for n in shape:
-        num_bytes *= n
+    num_bytes = DTYPE_BYTES[dtype_name] * math.prod(shape)
     if end - begin != num_bytes:
         raise CheckpointError(
             f"{path}: '{name}' {list(shape)} {dtype_name} cannot fill {end - begin} bytes", hint=_DOWNLOAD
         )
     if data_start + end > file_size:
-        raise _truncated(path, f"'{name}' ends at byte {data_start + end}, the file at {file_size}")
-    return TensorInfo(name, dtype, shape, path, data_start + begin, num_bytes)
+        raise truncated(path, f"'{name}' ends at byte {data_start + end}, the file at {file_size}")
+    return TensorInfo(name, dtype_name, shape, path, data_start + begin, num_bytes)
 
 
 def _size(value: object) -> int:
@@ -131,31 +111,12 @@ def _no_safetensors(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path}: not a safetensors file ({why})", hint=_DOWNLOAD)
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read: {error.strerror}", hint="check the path and its rights")
 
 
-def _truncated(path: Path, what: str) -> CheckpointError:
+def truncated(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is truncated: {what}", hint="download or copy the file again")
-
-
-def read_tensor(info: TensorInfo) -> Tensor:
-    """The whole tensor, on the CPU."""
-    buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-    try:
-        with info.path.open("rb", buffering=0) as file:
-            done = 0
-            while done < info.num_bytes:
-                got = os.preadv(file.fileno(), [view[done : done + _READ_BYTES]], info.offset + done)
-                if got == 0:
-                    raise _truncated(info.path, f"it ended while '{info.name}' was read")
-                done += got
-    except OSError as e:
-        raise _unreadable(info.path, e) from e
-    if not info.num_bytes:
-        return torch.empty(info.shape, dtype=info.dtype)
-    return buffer.view(info.dtype).view(info.shape)
 
 
 def read_chunks(info: TensorInfo) -> Iterator[bytes]:
@@ -166,26 +127,25 @@ def read_chunks(info: TensorInfo) -> Iterator[bytes]:
             while done < info.num_bytes:
                 chunk = os.pread(file.fileno(), min(_CHUNK_BYTES, info.num_bytes - done), info.offset + done)
                 if not chunk:
-                    raise _truncated(info.path, f"it ended while '{info.name}' was read")
+                    raise truncated(info.path, f"it ended while '{info.name}' was read")
                 yield chunk
                 done += len(chunk)
     except OSError as e:
-        raise _unreadable(info.path, e) from e
+        raise unreadable(info.path, e) from e
 
 
-def header_bytes(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file that holds `tensors` in this order, and each tensor's offset from the file's start.
+def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file that holds `tensors` (dtype's name and shape) in this order, and each tensor's offset from
+    the file's start.
 
     The header is padded with spaces to a multiple of 8, as the reference writer does, so that data is aligned.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, position = {}, 0
     for name, (dtype, shape) in tensors.items():
-        num_bytes = dtype.itemsize
-        for n in shape:
-            num_bytes *= n
+        num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
         entries[name] = {
-            "dtype": DTYPE_NAMES[dtype],
+            "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [position, position + num_bytes],
         }

@@ -1,12 +1,17 @@
 """One quantized linear layer in memory: one name and one direction for every scale, whatever dialect it came from."""
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, NVFP4_BLOCK32, Format
-from blockscale.formats.tensor import QuantizedTensor
+
+if TYPE_CHECKING:  # reading headers needs the schemes, and no torch
+    import torch
+    from torch import Tensor
+
+    from blockscale.formats.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class QuantizedLinear:
     input_global_scale: Tensor | None = None
     pre_quant_scale: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "QuantizedLinear":
+    def to(self, device: torch.device | str) -> QuantizedLinear:
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 

@@ -25,8 +25,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.folder import INDEX_NAME, SINGLE_NAME
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
+from blockscale.checkpoint.shards import INDEX_NAME, SINGLE_NAME
+from blockscale.checkpoint.tensors import DTYPE_NAMES, torch_dtype
 from blockscale.errors import OutputError
 from blockscale.formats.tensor import FLOAT_DTYPES, non_finite_error
 
@@ -190,7 +191,7 @@ class OutputFolder:
     def copy(self, name: str, source: TensorInfo) -> None:
         """Puts a stored tensor in its place byte for byte, without holding it. NonFiniteError for NaN or Inf."""
         place = self._places[name]
-        assert (source.dtype, source.shape) == (place.dtype, place.shape), name
+        assert (torch_dtype(source), source.shape) == (place.dtype, place.shape), name
         self._note(name)
         with disk_errors(self.out), place.path.open("r+b", buffering=0) as writer:
             offset = place.offset
@@ -272,7 +273,7 @@ def _split(layout: Layout, max_shard_bytes: int) -> list[_Shard]:
     count = len(groups)
     shards = []
     for i, (group, size) in enumerate(zip(groups, sizes, strict=True), 1):
-        header, offsets = header_bytes(group)
+        header, offsets = header_bytes({n: (DTYPE_NAMES[dtype], shape) for n, (dtype, shape) in group.items()})
         name = SINGLE_NAME if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
         shards.append(_Shard(name, header, offsets, size))
     return shards
@@ -327,11 +328,12 @@ def _remove(work: Path) -> None:
 
 def _check_finite(chunk: bytes, source: TensorInfo, offset: int) -> None:
     """NonFiniteError that names the tensor and its first bad position; `offset`: of the chunk in the tensor."""
-    if source.dtype not in FLOAT_DTYPES or not source.name.endswith(".weight"):  # a stored mask may well hold -inf
+    dtype = torch_dtype(source)
+    if dtype not in FLOAT_DTYPES or not source.name.endswith(".weight"):  # a stored mask may well hold -inf
         return
-    values = torch.frombuffer(bytearray(chunk), dtype=source.dtype)
+    values = torch.frombuffer(bytearray(chunk), dtype=dtype)
     if not torch.isfinite(values).all():
-        raise non_finite_error(values, source.shape, source.name, offset // source.dtype.itemsize)
+        raise non_finite_error(values, source.shape, source.name, offset // dtype.itemsize)
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

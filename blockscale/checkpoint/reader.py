@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from blockscale.checkpoint.dialects import compressed_tensors, modelopt
-from blockscale.checkpoint.dialects.modelopt import HF_QUANT_CONFIG
 from blockscale.checkpoint.dialects.stored import StoredModel
+from blockscale.checkpoint.faults import raise_first
 from blockscale.checkpoint.folder import Folder, open_folder
-from blockscale.checkpoint.source import SourceTensor, view_as_16bit
+from blockscale.checkpoint.source import SourceTensor, as_itself, view_as_16bit
 
 DIALECTS = {"modelopt": modelopt, "compressed-tensors": compressed_tensors}
 
@@ -40,27 +40,16 @@ def config_dtype(folder: Folder) -> torch.dtype:
     return {"float16": torch.float16, "float32": torch.float32}.get(str(name).removeprefix("torch."), torch.bfloat16)
 
 
-def find_dialect(folder: Folder) -> str | None:
-    """The dialect of a quantized folder; None for a source (16-bit, FP8-block, MXFP4 of gpt-oss)."""
-    quantization = folder.config.get("quantization_config") or {}
-    method = quantization.get("quant_method")
-    if method in DIALECTS:
-        return str(method)
-    if "quant_algo" in quantization or (method is None and (folder.path / HF_QUANT_CONFIG).is_file()):
-        return "modelopt"
-    return None
-
-
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads headers only. CheckpointError for anything missing, contradictory or unknown."""
     folder = open_folder(path)
-    dialect = find_dialect(folder)
-    if dialect is None:
+    if folder.method not in DIALECTS:
         return Checkpoint(folder, None, view_as_16bit(folder).tensors)
-    quantized = DIALECTS[dialect].read_model(folder)
+    quantized = DIALECTS[folder.method].read_model(folder)
+    raise_first(quantized.faults)
     taken = {info.name for linear in quantized.linears.values() for info in linear.tensors.values()}
     taken |= {info.name for pair in quantized.kv_tensors.values() for info in pair}
-    kept = {n: SourceTensor(n, i.dtype, i.shape, (i,)) for n, i in folder.tensors.items() if n not in taken}
+    kept = {n: as_itself(info) for n, info in folder.tensors.items() if n not in taken}
     return Checkpoint(folder, quantized, kept)
 
 

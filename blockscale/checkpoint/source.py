@@ -2,10 +2,11 @@
 
 Plain bf16, fp16 and fp32 tensors are themselves. FP8-block weights (DeepSeek, Qwen3: `weight` float8 with
 `weight_scale_inv` per 128x128 tile) and MXFP4 experts (gpt-oss: `_blocks`, `_scales`) appear as the bf16 tensors
-that they stand for. Each stored tensor belongs to exactly one tensor of the view.
+that they stand for, AWQ's and GPTQ's integers (`int4_source`) in the dtype of their scales. Each stored tensor belongs
+to exactly one tensor of the view.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from blockscale.checkpoint.folder import Folder, open_folder
-from blockscale.checkpoint.header import TensorInfo, read_tensor
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.int4_source import IntegerWeight, awq_weights, gptq_weights
+from blockscale.checkpoint.tensors import read_tensor, torch_dtype
 from blockscale.errors import CheckpointError
 from blockscale.formats import fp8, mx
 from blockscale.formats.packing import unpack_nibbles
@@ -64,15 +67,14 @@ def open_source(path: Path) -> Source:
 
 
 def view_as_16bit(folder: Folder) -> Source:
-    """The 16-bit view of a folder whose weights are plain, FP8-block or MXFP4."""
-    quantization = folder.config.get("quantization_config") or {}
-    method = quantization.get("quant_method") or ("modelopt" if "quant_algo" in quantization else None)
-    if method is None and (folder.path / "hf_quant_config.json").is_file():
-        method = "modelopt"
+    """The 16-bit view of a folder whose weights are plain, FP8-block, MXFP4, or AWQ's or GPTQ's integers."""
+    method = folder.method
     views: dict[str | None, Callable[[Folder], dict[str, SourceTensor]]] = {
         None: _plain,
         "fp8": _fp8_block,
         "mxfp4": _mxfp4,
+        "awq": lambda folder: _integers(folder, awq_weights(folder)),
+        "gptq": lambda folder: _integers(folder, gptq_weights(folder)),
     }
     if method not in views:
         raise CheckpointError(
@@ -86,22 +88,24 @@ def view_as_16bit(folder: Folder) -> Source:
     return Source(folder.path, config, tensors, folder.companions)
 
 
-def _as_itself(info: TensorInfo) -> SourceTensor:
-    return SourceTensor(info.name, info.dtype, info.shape, (info,))
+def as_itself(info: TensorInfo) -> SourceTensor:
+    return SourceTensor(info.name, torch_dtype(info), info.shape, (info,))
 
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 _PACKED_NAMES = (".weight", "_packed", "_blocks")
 
 
 def _plain(folder: Folder) -> dict[str, SourceTensor]:
     for info in folder.tensors.values():
-        if info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and info.name.endswith(_PACKED_NAMES)):
+        is_packed = info.dtype == "U8" and info.name.endswith(_PACKED_NAMES)
+        is_integer = info.dtype == "I32" and info.name.endswith(".qweight")
+        if info.dtype in _FLOAT8 or is_packed or is_integer:
             raise CheckpointError(
                 f"{folder.path}: '{info.name}' is {info.dtype}, but config.json names no quantization",
                 hint="without its scales' meaning it cannot be read; restore quantization_config in config.json",
             )
-    return {name: _as_itself(info) for name, info in folder.tensors.items()}
+    return {name: as_itself(info) for name, info in folder.tensors.items()}
 
 
 def _decode_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
@@ -131,7 +135,7 @@ def _fp8_block(folder: Folder) -> dict[str, SourceTensor]:
                 raise CheckpointError(f"{folder.path}: '{scale.name}' is {list(scale.shape)}, expected {list(tiles)}")
             tensors[name] = SourceTensor(name, torch.bfloat16, info.shape, (info, scale), _decode_fp8_block)
         else:
-            tensors[name] = _as_itself(info)
+            tensors[name] = as_itself(info)
     return tensors
 
 
@@ -153,7 +157,7 @@ def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:
             scales = folder.tensors.get(f"{stem}_scales")
             if scales is None or scales.shape != info.shape[:-1] or len(info.shape) != 4 or info.shape[-1] != 16:
                 raise CheckpointError(f"{folder.path}: '{name}' {list(info.shape)} has no matching {stem}_scales")
-            if (info.dtype, scales.dtype) != (torch.uint8, torch.uint8) or stem in folder.tensors:
+            if (info.dtype, scales.dtype) != ("U8", "U8") or stem in folder.tensors:
                 raise CheckpointError(f"{folder.path}: '{name}' and '{scales.name}' are not MXFP4 as uint8 pairs")
             experts, rows, num_blocks, half = info.shape
             shape = (experts, num_blocks * half * 2, rows)
@@ -162,5 +166,18 @@ def _mxfp4(folder: Folder) -> dict[str, SourceTensor]:
             if f"{name.removesuffix('_scales')}_blocks" not in folder.tensors:
                 raise CheckpointError(f"{folder.path}: '{name}' is a scale without blocks")
         else:
-            tensors[name] = _as_itself(info)
+            tensors[name] = as_itself(info)
+    return tensors
+
+
+def _integers(folder: Folder, weights: Sequence[IntegerWeight]) -> dict[str, SourceTensor]:
+    by_codes = {weight.stored[0].name: weight for weight in weights}
+    parts = {info.name for weight in weights for info in weight.stored}
+    tensors = {}
+    for name, info in folder.tensors.items():
+        if name in by_codes:
+            weight = by_codes[name]
+            tensors[weight.name] = SourceTensor(weight.name, weight.dtype, weight.shape, weight.stored, weight.decode)
+        elif name not in parts:
+            tensors[name] = as_itself(info)
     return tensors

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from blockscale.checkpoint.dialects.stored import load_linear
+from blockscale.checkpoint.load import load_linear
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.evaluation.result import LayerError
 from blockscale.formats.error import sqnr

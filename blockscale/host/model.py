@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import load_kv_scales
+from blockscale.checkpoint.load import load_kv_scales
 from blockscale.checkpoint.reader import Checkpoint, open_checkpoint
 from blockscale.errors import ModelError
 from blockscale.host import attention

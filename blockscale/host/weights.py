@@ -7,7 +7,8 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from blockscale.checkpoint.dialects.stored import StoredLinear, load_linear
+from blockscale.checkpoint.dialects.stored import StoredLinear
+from blockscale.checkpoint.load import load_linear
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.errors import ModelError

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from blockscale.checkpoint.groups import expert_set
 from blockscale.checkpoint.output import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.errors import ModelError, OutputError, RecipeError, UsageError
@@ -30,7 +31,6 @@ from blockscale.host.linear import KeptLinear, Observer
 from blockscale.host.model import check_ids
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
-from blockscale.quantization.groups import expert_set
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.texts import Text, encode_text

@@ -20,9 +20,10 @@ from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import Layout, OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, open_checkpoint
 from blockscale.checkpoint.source import Source
+from blockscale.checkpoint.structure import NOT_RUN
 from blockscale.errors import CheckpointError, RecipeError
 from blockscale.formats.tensor import empty_like_quantized
-from blockscale.quantization.plan import NOT_RUN, Plan, kept_modules
+from blockscale.quantization.plan import Plan, kept_modules
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.summary import LayerRecord, Summary

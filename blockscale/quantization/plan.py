@@ -1,53 +1,29 @@
 """Which tensor of a model is stored as what, decided from names, shapes and config alone."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockscale.checkpoint.groups import expert_set, fused_groups
 from blockscale.checkpoint.linear import Scheme
 from blockscale.checkpoint.source import Source, SourceTensor
+from blockscale.checkpoint.structure import (
+    UNKNOWN_STACK,
+    is_expert_stack,
+    kept_reason,
+    matches,
+    module_name,
+    text_config,
+    unquantized_modules,
+)
 from blockscale.errors import RecipeError
 from blockscale.formats.spec import Granularity
 from blockscale.formats.tensor import FLOAT_DTYPES
-from blockscale.quantization.groups import expert_set, fused_groups
-from blockscale.quantization.recipe import KEEP, Recipe, Rule, matches, names_exactly, rule_scheme
+from blockscale.quantization.recipe import KEEP, Recipe, Rule, names_exactly, rule_scheme
 from blockscale.quantization.weight import ScaleMethod
 
-# Module names that stay in 16 bits whatever their shape, by why.
-_ALWAYS_KEPT = {
-    "embedding": ("*embed*", "*wte", "*wpe", "*word_embeddings*", "*shared"),
-    "output head": ("*lm_head*", "*embed_out*", "score", "*classifier*", "output"),
-    "norm": ("*norm*", "*ln_?"),
-    "router": ("*router*", "*.gate", "*shared_expert_gate", "*.gate.wg"),
-    "vision or audio tower": (
-        "*vision*",
-        "*visual*",
-        "*image*",
-        "*audio*",
-        "*speech*",
-        "*projector*",
-        "*resampler*",
-        "*multi_modal*",
-        "*multimodal*",
-        "vpm",  # MiniCPM-V
-        "mlp1",  # InternVL's projector
-    ),
-    "convolution": ("*conv*",),
-    "absorbed into attention": ("*.kv_b_proj",),  # MLA: engines take it apart, and not all can from 4 bits
-    "state-space parameter": ("*.dt_proj", "*.x_proj"),
-    "draft layer": ("*mtp*", "*nextn*", "*eagle*"),
-}
-NOT_RUN = ("vision or audio tower", "draft layer")  # what text does not go through
-_UNKNOWN_STACK = "a stack of experts whose layout is not known"
 # What no rule can turn into a quantized linear.
-_NOT_LINEAR = ("embedding", "norm", "convolution", "not a linear weight", "norm, bias or scalar", _UNKNOWN_STACK)
-# Where configs of multimodal models keep the language model's.
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Models whose stacks of experts are stored [E, K, N], input dimension in the middle.
-_TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
-_STACK_NAMES = ("gate_up_proj", "down_proj")
+_NOT_LINEAR = ("embedding", "norm", "convolution", "not a linear weight", "norm, bias or scalar", UNKNOWN_STACK)
 # Models whose weights are stored [K, N]: their blocks would run along the wrong dimension.
 _INPUT_FIRST = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
@@ -85,11 +61,11 @@ def make_plan(source: Source, recipe: Recipe, *, strict: bool = False) -> Plan:
     used: set[Rule] = set()
     for tensor in source.tensors.values():
         module = module_name(tensor.name)
-        reason = _structural_reason(module, tensor, source.config)
+        reason = kept_reason(tensor.name, tensor.shape, source.config)
         rule = _rule_for(module, recipe, reason)
         if rule is None:
             kept[module] = reason or "the recipe keeps it"
-            if reason == _UNKNOWN_STACK and not any(matches(pattern, module) for pattern in recipe.keep):
+            if reason == UNKNOWN_STACK and not any(matches(pattern, module) for pattern in recipe.keep):
                 notices.append(f"{module} stays in 16 bits: {reason}")
             continue
         used.add(rule)
@@ -118,44 +94,6 @@ def make_plan(source: Source, recipe: Recipe, *, strict: bool = False) -> Plan:
     return Plan(linears, fused_groups(linears), kept, copied, tuple(notices))
 
 
-def module_name(tensor_name: str) -> str:
-    """`a.b.weight` -> `a.b`; a bare parameter (stacks of experts, biases) keeps its full name."""
-    return tensor_name.removesuffix(".weight")
-
-
-def _structural_reason(module: str, tensor: SourceTensor, config: Mapping[str, Any]) -> str | None:
-    """Why a tensor is not a linear weight to quantize by default; None if it is one."""
-    if not tensor.name.endswith(".weight") and not _is_expert_stack(tensor, config):
-        is_stack = len(tensor.shape) == 3 and expert_set(module) is not None
-        return _UNKNOWN_STACK if is_stack else "not a linear weight"
-    if len(tensor.shape) < 2:
-        return "norm, bias or scalar"
-    for reason, patterns in _ALWAYS_KEPT.items():
-        if any(matches(pattern, module) for pattern in patterns):
-            return reason
-    text_config = _text_config(config)
-    num_layers = text_config.get("num_hidden_layers")
-    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", module)
-    if layer and isinstance(num_layers, int) and int(layer[1]) >= num_layers and not config.get("is_encoder_decoder"):
-        return "draft layer"
-    num_experts = next((text_config[key] for key in _NUM_EXPERTS if text_config.get(key)), None)
-    is_inside = expert_set(module) is not None or module.endswith("_proj")
-    return "router" if num_experts == tensor.shape[0] and len(tensor.shape) == 2 and not is_inside else None
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config."""
-    inner = next((config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)), None)
-    return config if inner is None else _text_config(inner)
-
-
-def _is_expert_stack(tensor: SourceTensor, config: Mapping[str, Any]) -> bool:
-    model_type = _text_config(config).get("model_type")
-    leaf = tensor.name.rpartition(".")[2]
-    is_stack = len(tensor.shape) == 3 and ".experts." in tensor.name and leaf in _STACK_NAMES
-    return is_stack and model_type in _TRANSPOSED_EXPERTS
-
-
 def _rule_for(module: str, recipe: Recipe, reason: str | None) -> Rule | None:
     """The rule that stores the module, or None if it is kept. `keep` beats rules, rules beat the usual exceptions
     (`reason`), but only by name: a broad pattern does not mean the router or the embedding that it happens to cover."""
@@ -170,14 +108,14 @@ def _rule_for(module: str, recipe: Recipe, reason: str | None) -> Rule | None:
 
 
 def _planned(module: str, tensor: SourceTensor, rule: Rule, config: Mapping[str, Any]) -> PlannedLinear:
-    is_transposed = _is_expert_stack(tensor, config)
+    is_transposed = is_expert_stack(tensor.name, tensor.shape, config)
     shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]) if is_transposed else tensor.shape
     return PlannedLinear(module, tensor, rule_scheme(rule), ScaleMethod(rule.scale), shape, is_transposed)
 
 
 def _shape_problem(linear: PlannedLinear, config: Mapping[str, Any]) -> str | None:
     fmt = linear.scheme.weight
-    if _text_config(config).get("model_type") in _INPUT_FIRST:
+    if text_config(config).get("model_type") in _INPUT_FIRST:
         return "a weight stored with its input dimension first"
     if linear.tensor.dtype not in FLOAT_DTYPES:
         return f"a weight of {linear.tensor.dtype}"
@@ -212,7 +150,9 @@ def _without_broken_groups(
 
 
 def _is_matrix(tensor: SourceTensor, config: Mapping[str, Any]) -> bool:
-    return len(tensor.shape) >= 2 and (tensor.name.endswith(".weight") or _is_expert_stack(tensor, config))
+    return len(tensor.shape) >= 2 and (
+        tensor.name.endswith(".weight") or is_expert_stack(tensor.name, tensor.shape, config)
+    )
 
 
 def _whole_or_nothing(
@@ -251,31 +191,5 @@ def _check_patterns(recipe: Recipe, source: Source) -> None:
 
 
 def kept_modules(plan: Plan) -> list[str]:
-    """What loaders must leave alone: modules with a weight matrix that is not quantized; towers, and the experts of a
-    layer, as wildcards."""
-    names, wildcards = [], []
-    quantized_experts = {expert_set(module) for module in plan.linears}
-    for tensor in plan.copied:
-        module = module_name(tensor.name)
-        experts = expert_set(module)
-        if len(tensor.shape) < 2 or not (tensor.name.endswith(".weight") or experts):
-            continue
-        if plan.kept.get(module) == "vision or audio tower":
-            wildcards.append(_tower_prefix(module) + "*")
-        elif experts is not None and experts not in quantized_experts:
-            wildcards.append(experts + "*")
-        elif tensor.name.endswith(".weight"):
-            names.append(module)
-    # a tied head has no tensor, but loaders build the layer all the same
-    head = [] if any(m.rpartition(".")[2] == "lm_head" for m in plan.linears) else ["lm_head"]
-    return list(dict.fromkeys([*head, *names, *wildcards]))
-
-
-def _tower_prefix(module: str) -> str:
-    """Up to and including the first component that is the tower's name."""
-    parts = module.split(".")
-    patterns = _ALWAYS_KEPT["vision or audio tower"]
-    for end in range(1, len(parts) + 1):
-        if any(matches(pattern, parts[end - 1]) for pattern in patterns):
-            return ".".join(parts[:end])
-    return module
+    """What loaders must leave alone, for a config's list of them."""
+    return unquantized_modules(plan.linears, {t.name: t.shape for t in plan.copied}, plan.kept)

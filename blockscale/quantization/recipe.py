@@ -13,7 +13,6 @@ A pattern is a shell glob on the whole module name (`*` crosses dots); one witho
 below that name.
 """
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -188,12 +187,6 @@ def without_static_activations(recipe: Recipe) -> Recipe:
 
     activation = weight_only(recipe.default_rule).activation
     return replace(recipe, activation=activation, rules=tuple(weight_only(r) for r in recipe.rules))
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether a glob names the module, or (without a wildcard) a module above it."""
-    pattern = pattern.removesuffix(".weight")
-    return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
 
 
 def names_exactly(pattern: str, module: str) -> bool:

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockscale.checkpoint.dialects import compressed_tensors, modelopt
-from blockscale.checkpoint.dialects.stored import load_kv_scales, load_linear
 from blockscale.checkpoint.linear import (
     MXFP4_W4A4,
     MXFP4_W4A16,
@@ -26,7 +25,8 @@ from blockscale.checkpoint.linear import (
     QuantizedLinear,
     Scheme,
 )
-from blockscale.checkpoint.reader import DIALECTS, Checkpoint, find_dialect, open_checkpoint
+from blockscale.checkpoint.load import load_kv_scales, load_linear
+from blockscale.checkpoint.reader import DIALECTS, Checkpoint, open_checkpoint
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FORMATS, FP8, FP8_TOKEN, NVFP4
 from blockscale.formats.tensor import encode
@@ -98,7 +98,7 @@ def test_a_linear_comes_back(dialect: str, scheme: Scheme, tmp_path: Path) -> No
     written = {f"model.layers.{i}.mlp.down_proj": linear(scheme, seed=i) for i in range(2)}
     folder = write(tmp_path / "out", dialect, written)
     checkpoint, found = read(folder)
-    assert find_dialect(checkpoint.folder) == dialect
+    assert checkpoint.folder.method == dialect
     assert checkpoint.kept.keys() == {"lm_head.weight"}
     assert found.keys() == written.keys()
     allowed = 1 if dialect == "compressed-tensors" else 0

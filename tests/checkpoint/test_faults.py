@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import load_kv_scales, load_linear
+from blockscale.checkpoint.load import load_kv_scales, load_linear
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.errors import CheckpointError
 
@@ -83,7 +83,7 @@ MISSING_OR_MISSHAPEN: list[tuple[str, Change, str]] = [
     (NVFP4, reshape(f"{DOWN}.weight_scale", 32, 16), rf"{DOWN}.weight_scale: \[32, 16\] does not match .*\[64, 8\]"),
     (NVFP4, reshape(f"{DOWN}.weight_scale", 512), rf"{DOWN}.weight_scale: \[512\] does not match"),
     (NVFP4, put(f"{DOWN}.weight_scale", torch.ones(64, 4).to(torch.float8_e4m3fn)), rf"{DOWN}.weight_scale: \[64, 4\]"),
-    (NVFP4, put(f"{DOWN}.weight_scale", torch.ones(64, 8)), f"{DOWN}.weight_scale: nvfp4 has scales of torch.float8"),
+    (NVFP4, put(f"{DOWN}.weight_scale", torch.ones(64, 8)), f"{DOWN}.weight_scale: nvfp4 has scales of F8_E4M3"),
     (
         NVFP4,
         put(f"{DOWN}.weight_scale", torch.ones(64, 8, dtype=torch.uint8)),
@@ -91,7 +91,7 @@ MISSING_OR_MISSHAPEN: list[tuple[str, Change, str]] = [
     ),
     (NVFP4, put(f"{DOWN}.weight_scale_2", torch.ones(64)), rf"{DOWN}.weight_scale_2: .*\[64\], .* has 1 scales"),
     (NVFP4, put(f"{DOWN}.input_scale", torch.ones(2)), rf"{DOWN}.input_scale: .*\[2\], .* has 1 scales"),
-    (NVFP4, put(f"{DOWN}.input_scale", torch.ones((), dtype=torch.int32)), f"{DOWN}.input_scale: torch.int32"),
+    (NVFP4, put(f"{DOWN}.input_scale", torch.ones((), dtype=torch.int32)), f"{DOWN}.input_scale: I32"),
     (CT, put(f"{DOWN}.weight_global_scale", torch.ones(64, 1)), rf"{DOWN}.weight_global_scale: .*\[64, 1\]"),
     (AWQ, put("model.layers.0.self_attn.o_proj.pre_quant_scale", torch.ones(63)), r"o_proj.pre_quant_scale: .*\[63\]"),
     (FP8, put(f"{DOWN}.weight_scale", torch.ones(64)), rf"{DOWN}.weight_scale: .*\[64\], but fp8/fp8 has 1 scales"),
@@ -99,11 +99,11 @@ MISSING_OR_MISSHAPEN: list[tuple[str, Change, str]] = [
     (CT_FP8, put(f"{DOWN}.weight_scale", torch.ones(1)), rf"{DOWN}.weight_scale: .*\[1\], .* has 64 scales"),
     (CT_MXFP4, reshape(f"{DOWN}.weight_scale", 32, 8), rf"{DOWN}.weight_scale: \[32, 8\] does not match"),
     (CT_MXFP4, put(f"{DOWN}.weight_scale", torch.ones(64, 8, dtype=torch.uint8)), rf"{DOWN}.weight_scale: \[64, 8\]"),
-    (NVFP4, cast(f"{DOWN}.weight", torch.int8), f"{DOWN}.weight: nvfp4 is stored as torch.uint8, found torch.int8"),
-    (NVFP4, cast(f"{DOWN}.weight", torch.bfloat16), f"{DOWN}.weight: nvfp4 is stored as torch.uint8"),
+    (NVFP4, cast(f"{DOWN}.weight", torch.int8), f"{DOWN}.weight: nvfp4 is stored as U8, found I8"),
+    (NVFP4, cast(f"{DOWN}.weight", torch.bfloat16), f"{DOWN}.weight: nvfp4 is stored as U8"),
     (NVFP4, reshape(f"{DOWN}.weight", 4096), rf"{DOWN}.weight: \[4096\] is no weight matrix"),
     (NVFP4, reshape(f"{DOWN}.weight", 2, 32, 64), rf"{DOWN}.weight: \[2, 32, 64\] is no weight matrix"),
-    (FP8, cast(f"{DOWN}.weight", torch.bfloat16), f"{DOWN}.weight: fp8 is stored as torch.float8_e4m3fn"),
+    (FP8, cast(f"{DOWN}.weight", torch.bfloat16), f"{DOWN}.weight: fp8 is stored as F8_E4M3"),
     # the cache
     (
         NVFP4_KV,
@@ -228,7 +228,7 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
         at(f"{Q}/quant_algo", "W4A8_NVFP4_FP8"),
         rf"{FIRST}.weight_scale: \[64, 8\] does not match .* blocks of 32",
     ),
-    (NVFP4, at(f"{Q}/quant_algo", "mxfp4"), f"{FIRST}.weight_scale: mxfp4 has scales of torch.uint8"),
+    (NVFP4, at(f"{Q}/quant_algo", "mxfp4"), f"{FIRST}.weight_scale: mxfp4 has scales of U8"),
     (NVFP4, at(f"{Q}/quant_algo", "MIXED_PRECISION"), f"{FIRST} has scales, but quantized_layers does not name it"),
     (FP8, at(f"{Q}/quant_algo", "NVFP4"), f"{FIRST}: .* its global_scale is missing"),
     (FP8, at(f"{Q}/quant_algo", "FP8_PER_CHANNEL_PER_TOKEN"), rf"{FIRST}.weight_scale: .*\[\], .* has 64 scales"),

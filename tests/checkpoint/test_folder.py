@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockscale.checkpoint.folder import open_folder
-from blockscale.checkpoint.header import read_tensor
+from blockscale.checkpoint.tensors import read_tensor
 from blockscale.errors import CheckpointError
 
 from .files import GOLDEN, changed, model_folder, names
@@ -204,7 +204,7 @@ LEFT_BEHIND = [
 def test_what_travels_along(tmp_path: Path) -> None:
     model_folder(tmp_path, SHARDS, WEIGHT_MAP)
     for name in COMPANIONS + LEFT_BEHIND:
-        (tmp_path / name).write_text("x")
+        (tmp_path / name).write_text("{}")
     (tmp_path / "original").mkdir()
     target = tmp_path / "elsewhere" / "blob"
     target.parent.mkdir()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import load_kv_scales, load_linear
 from blockscale.checkpoint.linear import MXFP4_W4A4, W4A4, W4A8, W4A16, W8A8, W8A8_DYNAMIC, QuantizedLinear, Scheme
+from blockscale.checkpoint.load import load_kv_scales, load_linear
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint, open_checkpoint
 from blockscale.formats.fp8 import expand_scale
 from blockscale.formats.minifloat import decode_table

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockscale.checkpoint.header import DTYPES, TensorInfo, header_bytes, read_chunks, read_header, read_tensor
+from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
+from blockscale.checkpoint.tensors import DTYPE_NAMES, TORCH_DTYPES, read_tensor
 from blockscale.errors import CheckpointError
 
 from .files import as_bytes, entry, raw_file, same
@@ -30,7 +31,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 
 def write_ours(path: Path, tensors: dict[str, Tensor]) -> Path:
-    header, offsets = header_bytes({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    header, offsets = header_bytes({name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()})
     data = bytearray(header)
     for name, tensor in tensors.items():
         assert offsets[name] == len(data)
@@ -43,7 +44,7 @@ def read_ours(path: Path) -> dict[str, Tensor]:
     return {name: read_tensor(info) for name, info in read_header(path).items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
 def test_reads_what_the_reference_library_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     written = {f"t{i}": random_tensor(dtype, shape, i) for i, shape in enumerate(SHAPES)}
     save_file(written, tmp_path / "x.safetensors", {"format": "pt"})
@@ -52,7 +53,7 @@ def test_reads_what_the_reference_library_writes(dtype: torch.dtype, tmp_path: P
     assert all(same(ours[name], tensor) for name, tensor in written.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
 def test_the_reference_library_reads_what_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
     written = {f"t{i}": random_tensor(dtype, shape, i) for i, shape in enumerate(SHAPES)}
     path = write_ours(tmp_path / "x.safetensors", written)
@@ -73,7 +74,7 @@ def test_an_empty_file_of_tensors(tmp_path: Path) -> None:
 
 def test_data_begin_on_a_multiple_of_eight() -> None:
     for length in range(1, 20):
-        header, offsets = header_bytes({"x" * length: (torch.float32, (1,))})
+        header, offsets = header_bytes({"x" * length: ("F32", (1,))})
         assert offsets == {"x" * length: len(header)}
         assert len(header) % 8 == 0
 
@@ -109,7 +110,7 @@ def test_chunks_are_the_tensors_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_long_reads_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockscale.checkpoint.header._READ_BYTES", 5)
+    monkeypatch.setattr("blockscale.checkpoint.tensors._READ_BYTES", 5)
     tensor = random_tensor(torch.float32, (3, 4))
     assert same(read_ours(write_ours(tmp_path / "x.safetensors", {"x": tensor}))["x"], tensor)
 
@@ -244,7 +245,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
     shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
     keys = draw(st.lists(st.text(max_size=8).filter(lambda n: n != "__metadata__"), max_size=5, unique=True))
     return {
-        key: random_tensor(draw(st.sampled_from(list(DTYPES.values()))), draw(shapes), draw(st.integers(0, 999)))
+        key: random_tensor(draw(st.sampled_from(list(TORCH_DTYPES.values()))), draw(shapes), draw(st.integers(0, 999)))
         for key in keys
     }
 

@@ -21,6 +21,7 @@ from blockscale.checkpoint import output
 from blockscale.checkpoint.folder import open_folder
 from blockscale.checkpoint.header import read_header
 from blockscale.checkpoint.output import OutputFolder, partial_path
+from blockscale.checkpoint.tensors import torch_dtype
 from blockscale.errors import CheckpointError, OutputError
 
 from .child import folder_bytes, kill_self, killed_at_line, run_child
@@ -587,7 +588,7 @@ def test_a_kept_tensor_that_is_not_finite_is_named(value: float, tmp_path: Path)
     (source / "config.json").write_text("{}")
     save_file({"model.norm.weight": tensor}, source / "model.safetensors")
     info = open_folder(source).tensors["model.norm.weight"]
-    layout = {info.name: (info.dtype, info.shape)}
+    layout = {info.name: (torch_dtype(info), info.shape)}
     with (
         pytest.raises(NonFiniteError, match=r"model\.norm\.weight: (nan|inf) at \[2, 1\]"),
         output.OutputFolder(tmp_path / "out", layout, "job", resume=False) as result,

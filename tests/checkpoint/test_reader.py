@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockscale.checkpoint.folder import open_folder
-from blockscale.checkpoint.reader import find_dialect, open_checkpoint
+from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.errors import CheckpointError
 
 from .files import GOLDEN, changed, model_folder, same, tensors
@@ -21,21 +21,21 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dialect"),
+    ("quantization", "method"),
     [
         (None, None),
         ({}, None),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
-        ({"quant_method": "mxfp4"}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
         ({"quant_algo": "NVFP4"}, "modelopt"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-        ({"quant_method": "gptq"}, None),
+        ({"quant_method": "gptq"}, "gptq"),
     ],
 )
-def test_which_dialect(quantization: dict[str, Any] | None, dialect: str | None, tmp_path: Path) -> None:
+def test_which_method(quantization: dict[str, Any] | None, method: str | None, tmp_path: Path) -> None:
     opened = open_folder(folder(tmp_path, {"quantization_config": quantization}))
-    assert find_dialect(opened) == dialect
+    assert opened.method == method
 
 
 def test_a_sixteen_bit_model(tmp_path: Path) -> None:

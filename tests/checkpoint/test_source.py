@@ -83,7 +83,7 @@ def test_what_cannot_be_brought_back_is_not_promised(tmp_path: Path) -> None:
 )
 def test_low_precision_weights_without_a_word_in_the_config(stored: dict[str, Tensor], tmp_path: Path) -> None:
     name = next(iter(stored))
-    with pytest.raises(CheckpointError, match=f"'{name}' is torch.*config.json names no quantization") as caught:
+    with pytest.raises(CheckpointError, match=f"'{name}' is .*config.json names no quantization") as caught:
         open_source(folder(tmp_path, {**stored, "norm.weight": torch.ones(4)}, None))
     assert "quantization_config" in caught.value.hint
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockscale.checkpoint.dialects.stored import load_linear
+from blockscale.checkpoint.load import load_linear
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.formats.tensor import decode
 

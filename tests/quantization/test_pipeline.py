@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockscale import api
-from blockscale.checkpoint.dialects.stored import load_linear
 from blockscale.checkpoint.folder import open_folder
+from blockscale.checkpoint.groups import group_name
+from blockscale.checkpoint.load import load_linear
 from blockscale.checkpoint.output import partial_path
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.checkpoint.source import open_source
 from blockscale.errors import BlockscaleError, CheckpointError, NonFiniteError, OutputError, RecipeError
 from blockscale.formats.spec import FORMATS
 from blockscale.formats.tensor import decode
-from blockscale.quantization.groups import group_name
 from blockscale.quantization.plan import make_plan
 from blockscale.quantization.recipe import KEEP, RECIPES, Recipe, Rule
 from blockscale.quantization.statistics import ActivationStatistics

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from blockscale.checkpoint.source import Source
+from blockscale.checkpoint.structure import module_name
 from blockscale.errors import RecipeError
 from blockscale.formats.spec import FP8_CHANNEL, NVFP4
-from blockscale.quantization.plan import Plan, kept_modules, make_plan, module_name
+from blockscale.quantization.plan import Plan, kept_modules, make_plan
 from blockscale.quantization.recipe import KEEP, RECIPES, Recipe, Rule
 
 from .sources import H, attention, ends, llama, mlp, moe, source, weights

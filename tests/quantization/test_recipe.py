@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockscale.checkpoint.structure import matches
 from blockscale.errors import RecipeError
 from blockscale.formats.spec import FORMATS, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4
 from blockscale.quantization.recipe import (
@@ -15,7 +16,6 @@ from blockscale.quantization.recipe import (
     Recipe,
     Rule,
     load_recipe,
-    matches,
     names_exactly,
     recipe_from_dict,
     rule_scheme,

@@ -11,21 +11,22 @@
 Source: compressed-tensors 0.20.1, llm-compressor 0.14.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
+    Claim,
     StoredLinear,
     StoredModel,
-    check_no_loose_parts,
-    check_roles,
+    loose_faults,
     pair_kv_scales,
+    settle,
 )
+from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.folder import Folder
 from blockscale.checkpoint.linear import (
     MXFP4_W4A4,
@@ -40,6 +41,9 @@ from blockscale.checkpoint.linear import (
 )
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, Format, Granularity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = "0.20.1"
 
@@ -72,41 +76,78 @@ _LOOSE = ("weight_packed", "weight_global_scale", "input_global_scale", "input_s
 
 
 def read_model(folder: Folder) -> StoredModel:
-    """The quantized linears of a compressed-tensors folder. CheckpointError where config and tensors disagree."""
+    """The quantized linears of a compressed-tensors folder, and what config and tensors disagree in."""
     config = folder.config["quantization_config"]
-    groups = _groups(folder, config)
+    groups, faults = _groups(folder, config)
     linears = {}
     for name in folder.tensors:
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
         scheme = _match(module, groups)
-        if scheme is None:
-            raise CheckpointError(f"{module} has scales, but no config group targets it")
-        linears[module] = check_roles(_stored_linear(folder, module, scheme))
-    if not linears:
-        raise CheckpointError(f"{folder.path}: config names {len(groups)} groups, but no tensor has scales")
-    check_no_loose_parts(linears, folder.tensors, _LOOSE)
-    kv_tensors = pair_kv_scales(folder.tensors, ".k_scale", ".v_scale")
-    return StoredModel("compressed-tensors", linears, kv_tensors, _kv_format(config.get("kv_cache_scheme")))
+        if scheme is None and groups:
+            what = f"{module} has scales, but no config group targets it"
+            faults.append(Fault("excluded-but-quantized", module, what, "engines would load it as 16 bits"))
+        linear, own_faults = settle(_stored_linear(folder, module, scheme), scheme)
+        faults += own_faults
+        if linear is not None:
+            linears[module] = linear
+    if not linears and not faults:
+        what = f"{folder.path}: config names {len(groups)} groups, but no tensor has scales"
+        faults.append(Fault("nothing-quantized", "config.json", what, "this is no quantized checkpoint"))
+    faults += loose_faults(linears, folder.tensors, _LOOSE)
+    kv_tensors, kv_faults = pair_kv_scales(folder.tensors, ".k_scale", ".v_scale")
+    kv_format, more = _kv_format(config.get("kv_cache_scheme"))
+    faults += [*kv_faults, *more]
+    return StoredModel(
+        "compressed-tensors", linears, kv_tensors, kv_format, (_claim(config, kv_format),), tuple(faults)
+    )
 
 
-def _groups(folder: Folder, config: Mapping[str, Any]) -> list[tuple[Sequence[str], Scheme]]:
-    groups = config.get("config_groups")
+def _claim(config: Mapping[str, Any], kv_format: str | None) -> Claim:
+    ignored = config.get("ignore")
+    names = tuple(p for p in ignored if isinstance(p, str)) if isinstance(ignored, list) else ()
+    container = config.get("format")
+    return Claim("config.json", container if isinstance(container, str) else None, names, kv_format)
+
+
+Groups = Sequence[tuple[Sequence[str], Scheme]]
+
+
+def _groups(folder: Folder, config: Mapping[str, Any]) -> tuple[Groups, list[Fault]]:
+    """Targets and scheme of each group that has weights (the others are about attention)."""
+    content = config.get("config_groups")
     try:
-        # groups without weights are about attention
-        found = [(g.get("targets") or [], _group_scheme(g)) for g in (groups or {}).values() if g.get("weights")]
-    except (AttributeError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{folder.path}: a malformed config group: {json.dumps(groups)}") from e
-    if not found:
-        raise CheckpointError(f"{folder.path}: quantization_config has no config_groups with weights")
-    return found
+        groups = [
+            ([target for target in g.get("targets") or [] if isinstance(target, str)], _group_scheme(g))
+            for g in (content or {}).values()
+            if g.get("weights")
+        ]
+    except CheckpointError as e:
+        return [], [Fault("unknown-algorithm", "config.json", str(e), e.hint)]
+    except (AttributeError, KeyError, TypeError):
+        what = f"{folder.path}: a malformed config group: {json.dumps(content)}"
+        return [], [Fault("unknown-algorithm", "config.json", what)]
+    patterns = [target[3:] for targets, _ in groups for target in targets if target.startswith("re:")]
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            what = f"a config group's target 're:{pattern}' is no regular expression: {e}"
+            return [], [Fault("unknown-algorithm", "config.json", what)]
+    if not groups:
+        what = f"{folder.path}: quantization_config has no config_groups with weights"
+        return [], [Fault("unknown-algorithm", "config.json", what)]
+    return groups, []
 
 
-def _kv_format(scheme: Mapping[str, Any] | None) -> str | None:
-    if scheme and (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
-        raise CheckpointError(f"a KV cache is not read: {json.dumps(scheme)}", hint="known: FP8")
-    return "fp8" if scheme else None
+def _kv_format(scheme: object) -> tuple[str | None, list[Fault]]:
+    if not scheme:
+        return None, []
+    if isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+        return "fp8", []
+    what = f"a KV cache is not read: {json.dumps(scheme)}"
+    return None, [Fault("unknown-algorithm", "config.json", what, "known: FP8")]
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Scheme:
@@ -124,34 +165,35 @@ def _group_scheme(group: Mapping[str, Any]) -> Scheme:
     return Scheme(weight, activation)
 
 
-def _match(module: str, groups: Sequence[tuple[Sequence[str], Scheme]]) -> Scheme | None:
+def _match(module: str, groups: Groups) -> Scheme | None:
     """Exact names first, then `re:` patterns (anchored at the start) in lexicographic order, then class names."""
 
     def rank(target: str) -> int | None:
         if target == module:
             return 0
         if target.startswith("re:"):
-            try:
-                return 1 if re.match(target[3:], module) else None
-            except re.error as e:
-                raise CheckpointError(f"a config group's target '{target}' is no regular expression: {e}") from e
+            return 1 if re.match(target[3:], module) else None
         return 2 if target.endswith("Linear") and "." not in target else None
 
     found = [(r, t, scheme) for targets, scheme in groups for t in targets if (r := rank(t)) is not None]
     return min(found, key=lambda match: match[:2])[2] if found else None
 
 
-def _stored_linear(folder: Folder, module: str, scheme: Scheme) -> StoredLinear:
+def _stored_linear(folder: Folder, module: str, scheme: Scheme | None) -> StoredLinear:
+    has_codes = f"{module}.weight_packed" in folder.tensors
+    has_divisor = f"{module}.input_global_scale" in folder.tensors
+    if scheme is not None:
+        has_codes, has_divisor = scheme.weight.element.bits == 4, scheme.activation is NVFP4
     names = {
-        "packed": "weight_packed" if scheme.weight.element.bits == 4 else "weight",
+        "packed": "weight_packed" if has_codes else "weight",
         "block_scale": "weight_scale",
         "global_scale": "weight_global_scale",
-        "input_global_scale": "input_global_scale" if scheme.activation is NVFP4 else "input_scale",
+        "input_global_scale": "input_global_scale" if has_divisor else "input_scale",
     }
     tensors = {
         role: folder.tensors[f"{module}.{name}"] for role, name in names.items() if f"{module}.{name}" in folder.tensors
     }
-    return StoredLinear(module, scheme, tensors, has_divisors=True)
+    return StoredLinear(module, W4A16, tensors, has_divisors=True)
 
 
 # ---------------------------------------------------------------- writing
@@ -182,7 +224,7 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
 
 def _divisor(name: str, scale: Tensor) -> Tensor:
     divisor = scale.reciprocal().reshape(1)
-    if not divisor.is_meta and not torch.isfinite(divisor).all():
+    if not divisor.is_meta and not divisor.isfinite().all():
         raise CheckpointError(
             f"{name}: the global scale {scale.item()} has no finite reciprocal, which compressed-tensors stores",
             hint="use --dialect modelopt, or keep the layer in 16 bits",

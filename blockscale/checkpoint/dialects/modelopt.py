@@ -13,21 +13,22 @@ A 3-D stack of experts keeps the model's own orientation [E, K, N], and its scal
 Source: nvidia-modelopt 0.47.0, torch/export.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
+    Claim,
     StoredLinear,
     StoredModel,
-    check_no_loose_parts,
-    check_roles,
+    loose_faults,
     pair_kv_scales,
+    settle,
 )
-from blockscale.checkpoint.folder import Folder, read_json
-from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.faults import Fault
+from blockscale.checkpoint.folder import HF_QUANT_CONFIG, Folder
 from blockscale.checkpoint.linear import (
     MXFP4_W4A4,
     MXFP4_W4A16,
@@ -43,7 +44,9 @@ from blockscale.checkpoint.linear import (
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import Granularity
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Loaders recognise the dialect by this name; who really wrote a file stands in its blockscale.json.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
@@ -74,78 +77,131 @@ _WITH_GROUPS = ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 def read_model(folder: Folder) -> StoredModel:
-    """The quantized linears of a Model Optimizer folder. CheckpointError where config and tensors disagree."""
+    """The quantized linears of a Model Optimizer folder, and what config and tensors disagree in."""
     quantization = _quantization(folder)
     algorithm = quantization.get("quant_algo")
-    weight_only = _is_weight_only(folder.config.get("quantization_config") or {})
+    faults: list[Fault] = []
     linears = {}
-    for name, info in folder.tensors.items():
+    for name in folder.tensors:
         if name.endswith(".weight_scale"):
             module, separator = name.removesuffix(".weight_scale"), "."
         elif name.endswith("_weight_scale"):
             module, separator = name.removesuffix("_weight_scale"), "_"
         else:
             continue
-        own, group_size = _layer_algorithm(module, quantization)
-        if own is None and algorithm == "MIXED_PRECISION":
-            raise CheckpointError(f"{module} has scales, but quantized_layers does not name it")
-        if own not in ALGORITHMS:
-            known = ", ".join([*ALGORITHMS, "MIXED_PRECISION"])
-            raise CheckpointError(f"{module}: quant_algo {own!r} is not read", hint=f"known: {known}")
-        scheme = W4A16 if own == "NVFP4" and weight_only else ALGORITHMS[own]
-        linears[module] = check_roles(_stored_linear(folder, module, separator, scheme, info))
-        if group_size and scheme.weight.block_size and scheme.weight.block_size != group_size:
-            raise CheckpointError(
-                f"{module}: {scheme.weight.name} with group_size {group_size} is not read",
-                hint=f"its blocks hold {scheme.weight.block_size} elements; correct the config",
-            )
-    if not linears:
-        raise CheckpointError(f"{folder.path}: quant_algo {algorithm}, but no tensor has scales")
-    check_no_loose_parts(linears, folder.tensors, _LOOSE)
-    kv_tensors = pair_kv_scales(folder.tensors, ".k_proj.k_scale", ".v_proj.v_scale")
-    return StoredModel("modelopt", linears, kv_tensors, _kv_format(quantization))
+        scheme, claim_faults = _claimed_scheme(module, quantization)
+        linear, own_faults = settle(_stored_linear(folder, module, separator), scheme)
+        faults += own_faults or claim_faults
+        if linear is not None:
+            linears[module] = linear
+    if not linears and not faults:
+        what = f"{folder.path}: quant_algo {algorithm}, but no tensor has scales"
+        faults.append(Fault("nothing-quantized", "config.json", what, "this is no quantized checkpoint"))
+    faults += loose_faults(linears, folder.tensors, _LOOSE)
+    kv_tensors, kv_faults = pair_kv_scales(folder.tensors, ".k_proj.k_scale", ".v_proj.v_scale")
+    kv_format = _kv_format(quantization)
+    if kv_format is not None and kv_format.upper() not in _KV_ALGORITHMS:
+        what = f"KV cache {kv_format.upper()} is not read"
+        kv_faults.append(Fault("unknown-algorithm", "config.json", what, "known: " + ", ".join(_KV_ALGORITHMS)))
+    claims = tuple(_claims(folder))
+    return StoredModel("modelopt", linears, kv_tensors, kv_format, claims, (*faults, *kv_faults))
 
 
 def _quantization(folder: Folder) -> dict[str, Any]:
     """Both shapes: flat in config.json, nested under `quantization` in hf_quant_config.json. The first wins, but may
     leave the layers of a mixed model to the second."""
-    config = folder.config.get("quantization_config") or {}
-    config = dict(config.get("quantization") or config)
+    config = _section(folder.config.get("quantization_config"))
     lacks_layers = config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers")
-    if (folder.path / HF_QUANT_CONFIG).is_file() and ("quant_algo" not in config or lacks_layers):
-        nested = read_json(folder.path / HF_QUANT_CONFIG)
-        config |= dict(nested.get("quantization") or nested)
+    if folder.quant_config is not None and ("quant_algo" not in config or lacks_layers):
+        config |= _section(folder.quant_config)
     return config
 
 
-def _is_weight_only(config: Mapping[str, Any]) -> bool:
-    groups = (config.get("config_groups") or {}).values()
+def _section(value: object) -> dict[str, Any]:
+    """The part of a config file that is about quantization, whichever of the two shapes it has."""
+    outer = _table(value)
+    return dict(_table(outer.get("quantization")) or outer)
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    """Of a config that anybody may have written."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _claims(folder: Folder) -> list[Claim]:
+    sources = {"config.json": folder.config.get("quantization_config"), HF_QUANT_CONFIG: folder.quant_config}
+    claims = []
+    for file, content in sources.items():
+        section = _section(content)
+        if not section:
+            continue
+        excluded = section.get("exclude_modules", section.get("ignore"))
+        layers = section.get("quantized_layers")
+        claims.append(
+            Claim(
+                file,
+                section.get("quant_algo"),
+                tuple(p for p in excluded if isinstance(p, str)) if isinstance(excluded, list) else (),
+                _kv_format(section),
+                {name: str(_table(entry).get("quant_algo")) for name, entry in layers.items()}
+                if isinstance(layers, Mapping)
+                else None,
+            )
+        )
+    return claims
+
+
+def _is_weight_only(quantization: Mapping[str, Any]) -> bool:
+    groups = _groups(quantization)
     return bool(groups) and not any(group.get("input_activations") for group in groups)
 
 
-def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[str | None, int | None]:
+def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [_table(group) for group in _table(quantization.get("config_groups")).values()]
+
+
+def _claimed_scheme(module: str, quantization: Mapping[str, Any]) -> tuple[Scheme | None, list[Fault]]:
+    """What the config says of a module that has scales."""
+    own, group_size = _layer_algorithm(module, quantization)
+    if own is None and quantization.get("quant_algo") == "MIXED_PRECISION":
+        what = f"{module} has scales, but quantized_layers does not name it"
+        return None, [Fault("mixed-layers-mismatch", module, what, "engines would load it as 16 bits")]
+    scheme = ALGORITHMS.get(own) if isinstance(own, str) else None
+    if scheme is None:
+        known = ", ".join([*ALGORITHMS, "MIXED_PRECISION"])
+        return None, [
+            Fault("unknown-algorithm", module, f"{module}: quant_algo {own!r} is not read", f"known: {known}")
+        ]
+    if group_size and scheme.weight.block_size and scheme.weight.block_size != group_size:
+        what = f"{module}: {scheme.weight.name} with group_size {group_size} is not read"
+        hint = f"its blocks hold {scheme.weight.block_size} elements; correct the config"
+        return scheme, [Fault("format-mismatch", module, what, hint)]
+    return (W4A16 if own == "NVFP4" and _is_weight_only(quantization) else scheme), []
+
+
+def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[Any, Any]:
     """quant_algo and group_size. Mixed: exact name first, then the longest entry that the module lies under (experts
     are one entry)."""
     if quantization.get("quant_algo") != "MIXED_PRECISION":
-        groups = list((quantization.get("config_groups") or {}).values())
-        in_group = (groups[0].get("weights") or {}).get("group_size") if len(groups) == 1 else None
+        groups = _groups(quantization)
+        in_group = _table(groups[0].get("weights")).get("group_size") if len(groups) == 1 else None
         return quantization.get("quant_algo"), quantization.get("group_size") or in_group
-    layers = quantization.get("quantized_layers") or {}
+    layers = _table(quantization.get("quantized_layers"))
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         entry = layers.get(".".join(parts[:end]))
-        if entry is not None:
+        if isinstance(entry, Mapping):
             return entry.get("quant_algo"), entry.get("group_size")
     return None, None
 
 
-def _stored_linear(folder: Folder, module: str, separator: str, scheme: Scheme, scale: TensorInfo) -> StoredLinear:
+def _stored_linear(folder: Folder, module: str, separator: str) -> StoredLinear:
     is_stack = separator == "_"
     names = {role: f"{module}{separator}{suffix}" for role, suffix in _SUFFIXES.items()}
     if is_stack:
         names["packed"] = module
     tensors = {role: folder.tensors[name] for role, name in names.items() if name in folder.tensors}
-    return StoredLinear(module, scheme, tensors, is_transposed=is_stack)
+    return StoredLinear(module, W4A16, tensors, is_transposed=is_stack)
 
 
 def _kv_format(quantization: Mapping[str, Any]) -> str | None:
@@ -153,9 +209,7 @@ def _kv_format(quantization: Mapping[str, Any]) -> str | None:
     if algorithm is None:  # config.json says it in another way
         scheme = quantization.get("kv_cache_scheme")
         algorithm = scheme if isinstance(scheme, str) else ("FP8" if scheme else None)
-    if algorithm not in (None, *_KV_ALGORITHMS):
-        raise CheckpointError(f"KV cache {algorithm} is not read", hint="known: " + ", ".join(_KV_ALGORITHMS))
-    return algorithm.lower() if algorithm else None
+    return str(algorithm).lower() if algorithm else None
 
 
 # ---------------------------------------------------------------- writing

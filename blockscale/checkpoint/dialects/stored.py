@@ -1,19 +1,18 @@
-"""What a dialect finds in a folder: which stored tensor plays which role of which linear."""
+"""What a dialect finds in a folder: which stored tensor plays which role of which linear, and what does not fit."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from blockscale.checkpoint.faults import Fault
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.linear import MXFP4_W4A16, W4A4, W4A8, W4A16, W8A8, W8A8_DYNAMIC, Scheme
+from blockscale.formats.spec import FP8, FP8_CHANNEL, MXFP4, NVFP4, NVFP4_BLOCK32, Format, Granularity, ScaleType
 
-from blockscale.checkpoint.header import TensorInfo, read_tensor
-from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
-from blockscale.errors import CheckpointError
-from blockscale.formats.spec import Granularity, ScaleType
-from blockscale.formats.tensor import QuantizedTensor
-
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F32", "BF16", "F16", "F64", *FLOAT8)
+_INCOMPLETE = "the checkpoint is incomplete; engines would read uninitialised memory here"
+_OTHER_FORMAT = "the config names another format than the tensors have"
 
 
 @dataclass(frozen=True)
@@ -34,159 +33,189 @@ class StoredLinear:
     def shape(self) -> tuple[int, ...]:
         """Of the weight it stands for: [N, K] or [E, N, K]."""
         *lead, last = self.tensors["packed"].shape
-        bits = 8 * self.tensors["packed"].dtype.itemsize // (2 if self.scheme.weight.element.bits == 4 else 1)
-        per_byte = 8 // bits
+        per_byte = 2 if self.scheme.weight.element.bits == 4 else 1
         if self.is_transposed:
             return (*lead[:-1], last, lead[-1] * per_byte)
         return (*lead, last * per_byte)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of codes and every scale."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one config file says.
+
+    algorithm   as it is written there
+    excluded    modules or patterns left in 16 bits, as they are written there
+    layers      of a mixed checkpoint: module -> algorithm as it is written; None where one algorithm holds for all
+    """
+
+    file: str
+    algorithm: str | None
+    excluded: tuple[str, ...]
+    kv_format: str | None
+    layers: Mapping[str, str] | None = None
+
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The quantized side of a folder. Every tensor not named here is kept as it is."""
+    """The quantized side of a folder. Every tensor not named here is kept as it is.
+
+    faults   what config and tensors contradict each other in; where a linear is not what the config says, `linears`
+             goes by its tensors
+    """
 
     dialect: str
     linears: Mapping[str, StoredLinear]
     kv_tensors: Mapping[str, tuple[TensorInfo, TensorInfo]] = field(default_factory=dict)
     kv_format: str | None = None  # "fp8" or "nvfp4"
+    claims: tuple[Claim, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
-def check_roles(linear: StoredLinear) -> StoredLinear:
-    """CheckpointError unless the tensors are there, with the dtypes and shapes that the scheme means."""
+def settle(linear: StoredLinear, claimed: Scheme | None) -> tuple[StoredLinear | None, list[Fault]]:
+    """The linear under the scheme that its tensors fit - the claimed one if it can be - and its faults.
+
+    `linear.scheme` is not looked at. None for a scale without codes, and for tensors that are no known format.
+    """
+    if "packed" not in linear.tensors:
+        scale = linear.tensors["block_scale"]
+        what = f"{linear.name}: {scale.name} is there, but its packed is missing"
+        return None, [Fault("loose-scale", linear.name, what, _INCOMPLETE)]
+    fitting = guess_scheme(linear)
+    if claimed is None:
+        return (None if fitting is None else _with_scheme(linear, fitting)), []
+    under_claim = _with_scheme(linear, claimed)
+    faults = list(role_faults(under_claim))
+    if fitting is None or not any(fault.rule == "format-mismatch" for fault in faults):
+        return under_claim, faults
+    return _with_scheme(linear, fitting), faults
+
+
+def _with_scheme(linear: StoredLinear, scheme: Scheme) -> StoredLinear:
+    return StoredLinear(linear.name, scheme, linear.tensors, linear.has_divisors, linear.is_transposed)
+
+
+def guess_scheme(linear: StoredLinear) -> Scheme | None:
+    """What the dtypes and shapes of the tensors mean by themselves; None for nothing that is known."""
+    packed, scale = linear.tensors["packed"], linear.tensors.get("block_scale")
+    if scale is None or len(packed.shape) < 2:
+        return None
+    has_input = "input_global_scale" in linear.tensors
+    candidates = {
+        ("U8", "F8_E4M3"): ((NVFP4, W4A4 if has_input else W4A16), (NVFP4_BLOCK32, W4A8)),
+        ("U8", "U8"): ((MXFP4, MXFP4_W4A16),),
+        ("U8", "F8_E8M0"): ((MXFP4, MXFP4_W4A16),),
+    }.get((packed.dtype, scale.dtype), ())
+    if packed.dtype == "F8_E4M3" and scale.dtype in _FLOATS:
+        candidates = ((FP8, W8A8 if has_input else Scheme(FP8)), (FP8_CHANNEL, W8A8_DYNAMIC))
+    for fmt, scheme in candidates:
+        trial = _with_scheme(linear, scheme)
+        if not any(fault.rule == "format-mismatch" for fault in _weight_faults(trial, fmt)):
+            return scheme
+    return None
+
+
+def role_faults(linear: StoredLinear) -> Iterator[Fault]:
+    """Tensors that the scheme needs and are not there, and those with another dtype or shape than it means."""
     fmt = linear.scheme.weight
-    required = ["packed", "block_scale"]
+    required = ["block_scale"]
     required += ["global_scale"] if fmt.has_global_scale else []
     required += ["input_global_scale"] if linear.scheme.needs_input_scale else []
     for role in required:
         if role not in linear.tensors:
-            raise CheckpointError(
-                f"{linear.name}: quantized as {linear.scheme.name}, but its {role} is missing",
-                hint="the checkpoint is incomplete; engines would read uninitialised memory here",
-            )
+            rule = {"input_global_scale": "missing-input-scale"}.get(role, f"missing-{role.replace('_', '-')}")
+            what = f"{linear.name}: quantized as {linear.scheme.name}, but its {role} is missing"
+            yield Fault(rule, linear.name, what, _INCOMPLETE)
+    if "block_scale" in linear.tensors:
+        yield from _weight_faults(linear, fmt)
+    for role in ("global_scale", "input_global_scale"):
+        yield from _size_faults(linear, role, 1)
+    yield from _size_faults(linear, "pre_quant_scale", linear.shape[-1])
+
+
+def _weight_faults(linear: StoredLinear, fmt: Format) -> Iterator[Fault]:
+    """Codes and block scales of another dtype or shape than the format's."""
+
+    def mismatch(message: str) -> Fault:
+        return Fault("format-mismatch", linear.name, message, _OTHER_FORMAT)
+
     packed, scale = linear.tensors["packed"], linear.tensors["block_scale"]
     if len(packed.shape) != (3 if linear.is_transposed else 2):
-        raise CheckpointError(f"{packed.name}: {list(packed.shape)} is no weight matrix")
-    want_packed = torch.uint8 if fmt.element.bits < 8 else torch.float8_e4m3fn
+        yield mismatch(f"{packed.name}: {list(packed.shape)} is no weight matrix")
+        return
+    want_packed = "U8" if fmt.element.bits < 8 else "F8_E4M3"
     if packed.dtype != want_packed:
-        raise CheckpointError(f"{packed.name}: {fmt.name} is stored as {want_packed}, found {packed.dtype}")
-    want_scale = {ScaleType.E4M3: (torch.float8_e4m3fn,), ScaleType.E8M0: (torch.uint8, torch.float8_e8m0fnu)}.get(
-        fmt.scale, (torch.float32, torch.bfloat16, torch.float16)
+        yield mismatch(f"{packed.name}: {fmt.name} is stored as {want_packed}, found {packed.dtype}")
+        return
+    want_scale = {ScaleType.E4M3: ("F8_E4M3",), ScaleType.E8M0: ("U8", "F8_E8M0")}.get(
+        fmt.scale, ("F32", "BF16", "F16")
     )
     if scale.dtype not in want_scale:
-        raise CheckpointError(f"{scale.name}: {fmt.name} has scales of {want_scale[0]}, found {scale.dtype}")
+        yield mismatch(f"{scale.name}: {fmt.name} has scales of {want_scale[0]}, found {scale.dtype}")
+        return
     if fmt.granularity is Granularity.BLOCK:
         *lead, k = linear.shape
         want = (*lead, k // fmt.block_size)
         if linear.is_transposed:
             want = (*want[:-2], want[-1], want[-2])
         if scale.shape != want or k % fmt.block_size:
-            raise CheckpointError(
+            yield mismatch(
                 f"{scale.name}: {list(scale.shape)} does not match the weight {list(linear.shape)} in "
-                f"blocks of {fmt.block_size} (expected {list(want)})",
-                hint="the config names another format than the tensors have",
+                f"blocks of {fmt.block_size} (expected {list(want)})"
             )
-    rows, k = linear.shape[-2:]
-    sizes = {Granularity.CHANNEL: {"block_scale": rows}, Granularity.TENSOR: {"block_scale": 1}}.get(
-        fmt.granularity, {}
-    )
-    for role, size in {**sizes, "global_scale": 1, "input_global_scale": 1, "pre_quant_scale": k}.items():
-        info = linear.tensors.get(role)
-        if info is not None and (math.prod(info.shape) != size or not info.dtype.is_floating_point):
-            raise CheckpointError(
-                f"{info.name}: {info.dtype} {list(info.shape)}, but {linear.scheme.name} has {size} scales here",
-                hint="the config names another format than the tensors have",
-            )
-    return linear
+    elif fmt.granularity is Granularity.TENSOR:
+        yield from _size_faults(linear, "block_scale", 1)
+    elif fmt.granularity is Granularity.CHANNEL:
+        yield from _size_faults(linear, "block_scale", linear.shape[-2])
 
 
-def check_no_loose_parts(
+def _size_faults(linear: StoredLinear, role: str, size: int) -> Iterator[Fault]:
+    info = linear.tensors.get(role)
+    if info is not None and (math.prod(info.shape) != size or info.dtype not in _FLOATS):
+        what = f"{info.name}: {info.dtype} {list(info.shape)}, but {linear.scheme.name} has {size} scales here"
+        yield Fault("format-mismatch", linear.name, what, _OTHER_FORMAT)
+
+
+def loose_faults(
     linears: Mapping[str, StoredLinear], tensors: Mapping[str, TensorInfo], endings: tuple[str, ...]
-) -> None:
-    """CheckpointError for codes without scales, or a scale (by the `endings` of their names) without codes."""
-    hint = "the checkpoint is incomplete; engines would read uninitialised memory here"
+) -> Iterator[Fault]:
+    """Codes without scales, and scales (by the `endings` of their names) without codes."""
     taken = {info.name for linear in linears.values() for info in linear.tensors.values()}
     loose = [info for name, info in tensors.items() if name not in taken]
     for info in loose:
-        if info.dtype in _FLOAT8 or (info.dtype == torch.uint8 and len(info.shape) > 1):
-            raise CheckpointError(f"{info.name} has no weight_scale", hint=hint)
+        if info.dtype in FLOAT8 or (info.dtype == "U8" and len(info.shape) > 1):
+            if info.name.endswith("weight_scale"):
+                continue  # of a linear that settled on no format
+            module = info.name.removesuffix(".weight").removesuffix(".weight_packed")
+            yield Fault("missing-block-scale", module, f"{info.name} has no weight_scale", _INCOMPLETE)
     for info in loose:
         if info.name.endswith(endings):
-            raise CheckpointError(f"{info.name} belongs to no quantized weight", hint=hint)
+            module = info.name.rpartition(".")[0]
+            yield Fault("loose-scale", module, f"{info.name} belongs to no quantized weight", _INCOMPLETE)
 
 
 def pair_kv_scales(
     tensors: Mapping[str, TensorInfo], key_ending: str, value_ending: str
-) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    """Key and value scale by attention module. CheckpointError for one without the other, or one that is no scalar."""
+) -> tuple[dict[str, tuple[TensorInfo, TensorInfo]], list[Fault]]:
+    """Key and value scale by attention module, and the faults: one without the other, or one that is no scalar."""
     keys, values = (
         {name.removesuffix(ending): info for name, info in tensors.items() if name.endswith(ending)}
         for ending in (key_ending, value_ending)
     )
-    for attention in [*keys, *values]:
+    faults = []
+    for attention in dict.fromkeys([*keys, *values]):
         if attention not in keys or attention not in values:
             has, lacks = ("key", "value") if attention in keys else ("value", "key")
-            raise CheckpointError(f"{attention}: a {has} scale without a {lacks} scale")
+            what = f"{attention}: a {has} scale without a {lacks} scale"
+            faults.append(Fault("one-sided-kv-scale", attention, what, "engines take 1.0 for the one that is missing"))
+            continue
         for info in (keys[attention], values[attention]):
-            if math.prod(info.shape) != 1 or not info.dtype.is_floating_point:
-                raise CheckpointError(f"{info.name}: {info.dtype} {list(info.shape)}; only one scale a cache is read")
-    return {attention: (keys[attention], values[attention]) for attention in keys}
-
-
-def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
-    """Reads one linear. CheckpointError for scales that no engine could use (NaN, Inf, zero or negative)."""
-    data = {role: read_tensor(info) for role, info in linear.tensors.items()}
-    fmt = linear.scheme.weight
-    packed, block_scale = data["packed"], data["block_scale"]
-    if linear.is_transposed:
-        packed, block_scale = packed.transpose(-1, -2).contiguous(), block_scale.transpose(-1, -2).contiguous()
-    if fmt.scale is ScaleType.E8M0:
-        block_scale = block_scale.view(torch.uint8)
-    elif fmt.granularity is Granularity.CHANNEL:
-        block_scale = block_scale.reshape(-1, 1)  # bf16 or fp32, as stored
-    elif fmt.granularity is Granularity.TENSOR:
-        block_scale = block_scale.float().reshape(())
-    _check_block_scale(linear, block_scale)
-    global_scale = _multiplier(linear, "global_scale", data, is_divisor=linear.has_divisors)
-    activation = linear.scheme.activation
-    is_divisor = linear.has_divisors and activation is not None and activation.has_global_scale
-    return QuantizedLinear(
-        linear.scheme,
-        QuantizedTensor(fmt, packed, block_scale, global_scale, linear.shape, dtype),
-        _multiplier(linear, "input_global_scale", data, is_divisor=is_divisor),
-        data.get("pre_quant_scale"),
-    )
-
-
-def load_kv_scales(infos: tuple[TensorInfo, TensorInfo]) -> KVScales:
-    """CheckpointError for a scale that no engine could use (NaN, Inf, zero or negative)."""
-    key, value = (_checked_scale(info, read_tensor(info).float().reshape(())) for info in infos)
-    return KVScales(key, value)
-
-
-def _multiplier(linear: StoredLinear, role: str, data: Mapping[str, Tensor], *, is_divisor: bool) -> Tensor | None:
-    """A second-level scale as a multiplier, from whichever direction is stored."""
-    if role not in data:
-        return None
-    scale = data[role].float().reshape(())
-    return _checked_scale(linear.tensors[role], scale.reciprocal() if is_divisor else scale)
-
-
-def _checked_scale(info: TensorInfo, scale: Tensor) -> Tensor:
-    if not (torch.isfinite(scale) and scale > 0):
-        raise CheckpointError(
-            f"{info.name}: {read_tensor(info).item()} makes a scale of {scale.item()}, not a positive finite number",
-            hint="the layer was exported without calibration or is damaged; quantize it again",
-        )
-    return scale
-
-
-def _check_block_scale(linear: StoredLinear, scale: Tensor) -> None:
-    values = scale.float()
-    is_bad = scale == 255 if scale.dtype == torch.uint8 else ~torch.isfinite(values) | (values < 0)
-    if is_bad.any():
-        position = is_bad.nonzero()[0].tolist()
-        raise CheckpointError(
-            f"{linear.tensors['block_scale'].name}: NaN, infinite or negative scale at {position} "
-            f"({int(is_bad.sum())} in all)",
-            hint="engines answer NaN or '!!!!' to this; quantize the layer again",
-        )
+            if math.prod(info.shape) != 1 or info.dtype not in _FLOATS:
+                what = f"{info.name}: {info.dtype} {list(info.shape)}; only one scale a cache is read"
+                faults.append(Fault("kv-config-mismatch", attention, what))
+    wrong = {fault.where for fault in faults}
+    return {a: (keys[a], values[a]) for a in keys if a in values and a not in wrong}, faults

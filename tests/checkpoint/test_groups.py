@@ -1,4 +1,4 @@
-from blockscale.quantization.groups import expert_set, fused_groups, group_name
+from blockscale.checkpoint.groups import expert_set, fused_groups, group_name
 
 
 def test_what_engines_fuse() -> None:

@@ -1,0 +1,80 @@
+"""A stored linear's tensors in memory, under this program's names and directions."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blockscale.checkpoint.dialects.stored import StoredLinear
+from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.linear import KVScales, QuantizedLinear
+from blockscale.checkpoint.tensors import read_tensor
+from blockscale.errors import CheckpointError
+from blockscale.formats.spec import Granularity, ScaleType
+from blockscale.formats.tensor import QuantizedTensor
+
+
+def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
+    """Reads one linear. CheckpointError for scales that no engine could use (NaN, Inf, zero or negative)."""
+    return assemble(linear, {role: read_tensor(info) for role, info in linear.tensors.items()}, dtype)
+
+
+def assemble(linear: StoredLinear, data: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedLinear:
+    """The same from tensors by role, as they are stored."""
+    fmt = linear.scheme.weight
+    packed, block_scale = data["packed"], data["block_scale"]
+    if linear.is_transposed:
+        packed, block_scale = packed.transpose(-1, -2).contiguous(), block_scale.transpose(-1, -2).contiguous()
+    if fmt.scale is ScaleType.E8M0:
+        block_scale = block_scale.view(torch.uint8)
+    elif fmt.granularity is Granularity.CHANNEL:
+        block_scale = block_scale.reshape(-1, 1)  # bf16 or fp32, as stored
+    elif fmt.granularity is Granularity.TENSOR:
+        block_scale = block_scale.float().reshape(())
+    _check_block_scale(linear, block_scale)
+    global_scale = _multiplier(linear, "global_scale", data, is_divisor=linear.has_divisors)
+    activation = linear.scheme.activation
+    is_divisor = linear.has_divisors and activation is not None and activation.has_global_scale
+    return QuantizedLinear(
+        linear.scheme,
+        QuantizedTensor(fmt, packed, block_scale, global_scale, linear.shape, dtype),
+        _multiplier(linear, "input_global_scale", data, is_divisor=is_divisor),
+        data.get("pre_quant_scale"),
+    )
+
+
+def load_kv_scales(infos: tuple[TensorInfo, TensorInfo]) -> KVScales:
+    """CheckpointError for a scale that no engine could use (NaN, Inf, zero or negative)."""
+    key, value = (
+        _checked_scale(info, stored, stored.float().reshape(())) for info in infos for stored in [read_tensor(info)]
+    )
+    return KVScales(key, value)
+
+
+def _multiplier(linear: StoredLinear, role: str, data: Mapping[str, Tensor], *, is_divisor: bool) -> Tensor | None:
+    """A second-level scale as a multiplier, from whichever direction is stored."""
+    if role not in data:
+        return None
+    scale = data[role].float().reshape(())
+    return _checked_scale(linear.tensors[role], data[role], scale.reciprocal() if is_divisor else scale)
+
+
+def _checked_scale(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
+    if not (torch.isfinite(scale) and scale > 0):
+        raise CheckpointError(
+            f"{info.name}: {stored.item()} makes a scale of {scale.item()}, not a positive finite number",
+            hint="the layer was exported without calibration or is damaged; quantize it again",
+        )
+    return scale
+
+
+def _check_block_scale(linear: StoredLinear, scale: Tensor) -> None:
+    values = scale.float()
+    is_bad = scale == 255 if scale.dtype == torch.uint8 else ~torch.isfinite(values) | (values < 0)
+    if is_bad.any():
+        position = is_bad.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{linear.tensors['block_scale'].name}: NaN, infinite or negative scale at {position} "
+            f"({int(is_bad.sum())} in all)",
+            hint="engines answer NaN or '!!!!' to this; quantize the layer again",
+        )

@@ -1,0 +1,70 @@
+"""A checkpoint as far as it can be read: everything found, and everything that is wrong with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockscale.checkpoint.dialects import compressed_tensors, modelopt
+from blockscale.checkpoint.dialects.stored import StoredModel
+from blockscale.checkpoint.faults import Fault
+from blockscale.checkpoint.folder import Folder, survey_folder
+from blockscale.checkpoint.header import TensorInfo
+
+_READERS = {"modelopt": modelopt.read_model, "compressed-tensors": compressed_tensors.read_model}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`model` is None where nothing is stored in a dialect: 16-bit models, FP8-block, gpt-oss, AWQ and GPTQ sources.
+
+    kept     every tensor that belongs to no quantized linear and no KV cache
+    faults   of the files, then of config and tensors
+    """
+
+    folder: Folder
+    model: StoredModel | None
+    kept: Mapping[str, TensorInfo]
+    faults: tuple[Fault, ...]
+
+
+def read_folder(path: Path) -> Reading:
+    """Headers and configs only, whatever is wrong with them. CheckpointError only where there is no folder."""
+    folder = survey_folder(path)
+    faults = list(folder.faults)
+    method = folder.method
+    if method is None:
+        method = _dialect_by_names(folder)
+        if method is not None:
+            what = f"{path}: tensors are packed ({method} names), but no config says so"
+            hint = "engines would read the codes as 16-bit weights, or stop at their shapes"
+            faults.append(Fault("no-quantization-config", "config.json", what, hint))
+    if method not in _READERS:
+        return Reading(folder, None, folder.tensors, tuple(faults))
+    if "quantization_config" not in folder.config:
+        # readers look there; what hf_quant_config.json holds, they find by themselves
+        folder = Folder(
+            folder.path,
+            {**folder.config, "quantization_config": {"quant_method": method}},
+            folder.tensors,
+            folder.companions,
+            folder.quant_config,
+            folder.faults,
+        )
+    model = _READERS[method](folder)
+    taken = {info.name for linear in model.linears.values() for info in linear.tensors.values()}
+    taken |= {info.name for pair in model.kv_tensors.values() for info in pair}
+    kept = {name: info for name, info in folder.tensors.items() if name not in taken}
+    is_known = {fault.rule for fault in faults}
+    # with no config at all, that it names no algorithm is no second fault
+    hidden = ("unknown-algorithm",) if "no-quantization-config" in is_known else ()
+    return Reading(folder, model, kept, (*faults, *(f for f in model.faults if f.rule not in hidden)))
+
+
+def _dialect_by_names(folder: Folder) -> str | None:
+    """Of a folder whose config names none."""
+    for name, info in folder.tensors.items():
+        if name.endswith(".weight_packed") and f"{name.removesuffix('_packed')}_scale" in folder.tensors:
+            return "compressed-tensors"
+        if name.endswith(".weight_scale") and info.dtype in ("F8_E4M3", "U8"):
+            return "modelopt"
+    return None
