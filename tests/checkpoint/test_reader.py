@@ -47,8 +47,8 @@ def test_a_sixteen_bit_model(tmp_path: Path) -> None:
 
 
 def test_a_method_that_nobody_reads(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"already quantized \(awq\)"):
-        open_checkpoint(folder(tmp_path, {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(CheckpointError, match=r"already quantized \(hqq\)"):
+        open_checkpoint(folder(tmp_path, {"quantization_config": {"quant_method": "hqq"}}))
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,9 @@ def test_a_quantized_model_is_refused_with_a_way_out(name: str) -> None:
 
 
 def test_what_cannot_be_brought_back_is_not_promised(tmp_path: Path) -> None:
-    path = folder(tmp_path, {"a.qweight": torch.ones(2, 2, dtype=torch.int32)}, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"already quantized \(gptq\)") as caught:
+    stored = {"a.weight": torch.ones(8, 1, dtype=torch.uint8)}
+    path = folder(tmp_path, stored, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(CheckpointError, match=r"already quantized \(bitsandbytes\)") as caught:
         open_source(path)
     assert "convert" not in caught.value.hint
 
