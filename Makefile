@@ -38,6 +38,7 @@ check: install
 
 docs: install
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_lint.py
 
 clean:
 	rm -rf $(VENV) demo-out

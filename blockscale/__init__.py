@@ -3,6 +3,9 @@
     import blockscale as bs
     q = bs.quantize_tensor(weight, format="nvfp4", scale="sweep")
     bs.quantize("model", "model-nvfp4", recipe="nvfp4-sweep", calibration=["calib.txt"])
+    bs.inspect("model-nvfp4").engines
+    bs.lint("model-nvfp4").ok
+    bs.convert("model-nvfp4", "model-ct", to="compressed-tensors")
     report = bs.evaluate("model-nvfp4", reference="model", text=["test.txt"])
     bs.LLM("model-nvfp4").generate(["2 + 2 ="], max_tokens=8)
 
@@ -12,17 +15,34 @@ Names are loaded when first used, so that importing the package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockscale.api import LLM, evaluate, quantize
+    from blockscale.api import LLM, convert, evaluate, quantize
+    from blockscale.conversion.linting import lint
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
+    from blockscale.inspection.inspect import inspect
     from blockscale.quantization.recipe import Recipe
     from blockscale.quantization.weight import quantize_tensor
 
-__all__ = ["LLM", "QuantizedTensor", "Recipe", "evaluate", "mse", "quantize", "quantize_tensor", "sqnr"]
+__all__ = [
+    "LLM",
+    "QuantizedTensor",
+    "Recipe",
+    "convert",
+    "evaluate",
+    "inspect",
+    "lint",
+    "mse",
+    "quantize",
+    "quantize_tensor",
+    "sqnr",
+]
 
 _HOMES = {
     "LLM": "blockscale.api",
+    "convert": "blockscale.api",
     "evaluate": "blockscale.api",
+    "inspect": "blockscale.inspection.inspect",
+    "lint": "blockscale.conversion.linting",
     "quantize": "blockscale.api",
     "mse": "blockscale.formats.error",
     "sqnr": "blockscale.formats.error",

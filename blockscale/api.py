@@ -11,9 +11,12 @@ import torch
 from blockscale import texts
 from blockscale.checkpoint.locate import demo_gguf, fetch_demo, locate
 from blockscale.checkpoint.output import OutputFolder, check_absent
-from blockscale.checkpoint.reader import bits_per_parameter, open_checkpoint
+from blockscale.checkpoint.reader import DIALECTS, Checkpoint, bits_per_parameter, open_checkpoint
 from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import Source, open_source
+from blockscale.conversion.convert import check_weights, convert_checkpoint, num_quantized
+from blockscale.conversion.linting import lint, mend
+from blockscale.conversion.summary import ConversionSummary
 from blockscale.errors import RecipeError, UsageError
 from blockscale.evaluation.gate import check_gates, require_reference
 from blockscale.evaluation.layers import layer_errors
@@ -22,8 +25,12 @@ from blockscale.evaluation.result import Report, TaskComparison
 from blockscale.evaluation.run import evaluate_text
 from blockscale.evaluation.tasks import compare_tasks, run_tasks
 from blockscale.evaluation.windows import token_windows
+from blockscale.formats.spec import MXFP4, NVFP4
 from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
 from blockscale.host.model import HostedModel, load_model, load_tokenizer
+from blockscale.inspection.findings import LintReport
+from blockscale.inspection.inspect import inspect
+from blockscale.inspection.inventory import Inspection
 from blockscale.quantization import pipeline
 from blockscale.quantization.calibrate import MAX_TOKENS, WINDOW, CalibrationData, calibrate, tokenize
 from blockscale.quantization.pipeline import Progress
@@ -117,6 +124,87 @@ def _kv_modules(source: Source, recipe: Recipe) -> tuple[str, ...]:
     if not found:
         raise RecipeError("the model has no k_proj and v_proj to attach KV-cache scales to", hint="drop --kv-cache")
     return found
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    to: str,
+    *,
+    format: str | None = None,
+    kept: str = "bf16",
+    progress: Progress | None = None,
+) -> ConversionSummary:
+    """Writes a checkpoint (folder, .gguf or hub id) in another form.
+
+    to       "modelopt" or "compressed-tensors": a folder with the same codes and block scales; gpt-oss' MXFP4 becomes
+             NVFP4, and weights in FP8 tiles are quantized anew, which rounds
+             "bf16": a plain model of the checkpoint's own 16-bit type; "gguf": one file for llama.cpp
+    format   "nvfp4": store MXFP4 weights as NVFP4, in a dialect
+    kept     what a GGUF stores matrices as that are not quantized: "bf16", "f16" or "q8_0"
+
+    The result appears whole or not at all. Raises BlockscaleError's subclasses.
+    """
+    out = Path(out)
+    _check_conversion(to, format, kept)
+    check_absent(out)
+    checkpoint = open_checkpoint(locate(model))
+    if to == "gguf":
+        return _to_gguf(checkpoint, out, kept, progress)
+    if to in DIALECTS and checkpoint.folder.method == "fp8":
+        return _quantized_anew(checkpoint, out, to, progress)
+    return convert_checkpoint(checkpoint, out, to, cast_mxfp4=format is not None, progress=progress)
+
+
+def _check_conversion(to: str, format: str | None, kept: str) -> None:
+    targets = (*DIALECTS, "gguf", "bf16")
+    if to not in targets:
+        raise UsageError(f"nothing is converted to '{to}'", hint="targets: " + ", ".join(targets))
+    if format not in (None, "nvfp4"):
+        raise UsageError(f"nothing is converted to the format '{format}'", hint="formats: nvfp4, from MXFP4")
+    if format is not None and to not in DIALECTS:
+        raise UsageError(f"--format {format} is for a dialect, not for {to}", hint="targets: " + ", ".join(DIALECTS))
+    if kept != "bf16" and to != "gguf":
+        raise UsageError(f"--kept {kept} is for --to gguf alone", hint="a dialect keeps 16-bit tensors as they are")
+
+
+def _to_gguf(checkpoint: Checkpoint, out: Path, kept: str, progress: Progress | None) -> ConversionSummary:
+    from blockscale.conversion.gguf.write import write_gguf  # a library of its own
+
+    check_weights(checkpoint)
+    result = write_gguf(checkpoint, out, progress, kept=kept)
+    own = {"bf16": torch.bfloat16, "f16": torch.float16}.get(kept)
+    linears = checkpoint.quantized.linears.values() if checkpoint.quantized else ()
+    is_copied = all(linear.scheme.weight in (NVFP4, MXFP4) for linear in linears)
+    is_copied = is_copied and all(t.dtype == own for t in checkpoint.kept.values() if len(t.shape) > 1)
+    return ConversionSummary(
+        result.path,
+        "gguf",
+        checkpoint.folder.num_bytes,
+        result.num_bytes,
+        num_quantized(checkpoint),
+        is_copied and not result.notices,
+        {},
+        result.notices,
+    )
+
+
+def _quantized_anew(checkpoint: Checkpoint, out: Path, to: str, progress: Progress | None) -> ConversionSummary:
+    """FP8 in tiles has no place in a dialect."""
+    summary = quantize(checkpoint.path, out, "nvfp4-w4a16", dialect=to, progress=progress)
+    sqnrs = {name: layer.sqnr_db for name, layer in summary.layers.items() if layer.sqnr_db is not None}
+    errors = {name: 10 ** (-sqnr / 20) for name, sqnr in sqnrs.items()}
+    notice = "FP8 weights were quantized anew, by recipe nvfp4-w4a16: the errors are against their FP8 values"
+    return ConversionSummary(
+        summary.out,
+        to,
+        checkpoint.folder.num_bytes,
+        summary.num_bytes,
+        num_quantized(checkpoint),
+        not errors,
+        errors,
+        (notice, *summary.notices),
+    )
 
 
 def evaluate(
@@ -283,13 +371,20 @@ class LLM:
 __all__ = [
     "LLM",
     "Completion",
+    "ConversionSummary",
+    "Inspection",
+    "LintReport",
     "Report",
     "Sampling",
     "Summary",
     "check_gates",
+    "convert",
     "demo_gguf",
     "evaluate",
     "fetch_demo",
+    "inspect",
+    "lint",
+    "mend",
     "quantize",
     "require_reference",
 ]

@@ -30,7 +30,7 @@ _EXIT_CODES = """## Exit codes
 | code | meaning |
 |---|---|
 | 0 | done |
-| 1 | a check that was asked for failed (`--max-kl`, `--max-perplexity-ratio`) |
+| 1 | a check that was asked for failed (`lint`, `--max-kl`, `--max-perplexity-ratio`) |
 | 2 | usage or bad input; `error:` and `hint:` lines on stderr |
 
 Data goes to stdout, progress and notices to stderr. Every verb that prints data takes `--json`.

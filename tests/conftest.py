@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_configs import VOCABULARY, auto_class, tiny_config
 from torch import Tensor
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub for anything; read when huggingface_hub is imported
 
 GOLDEN = Path(__file__).parent / "golden"
-VOCABULARY = 128  # of the tiny models and of the tokenizer: one token an ASCII character
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,124 +118,6 @@ def write_model(tmp_path: Path) -> WriteModel:
     return write
 
 
-def _auto_class(family: str) -> Any:
-    """The transformers class that builds a model type: language models, and those that see images too."""
-    import transformers
-
-    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-    return next(kind for kind in kinds if config in kind._model_mapping)
-
-
-def _tiny_config(family: str) -> Any:
-    """A config of two layers and a hidden size of 64, by model type."""
-    import transformers
-
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    mla = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    deepseek = {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    }
-    own: dict[str, dict[str, Any]] = {
-        "llama": {},
-        "mixtral": experts,
-        "gemma3_text": {
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "gemma4_text": {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY},
-        "qwen2": {"tie_word_embeddings": True},
-        "qwen3": {"head_dim": 16},
-        "phi3": {},
-        "phimoe": experts,
-        "llama4_text": {"head_dim": 16, "intermediate_size_mlp": 96, **experts},
-        "deepseek_v3": {**mla, **deepseek},
-        "gpt_oss": {
-            "intermediate_size": 64,
-            "head_dim": 16,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-            **experts,
-        },
-        "nemotron_h": {
-            "layers_block_type": ["mamba", "moe"],
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 64,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 16,
-            "n_groups": 1,
-            "chunk_size": 32,
-        },
-        "bamba": {
-            "mamba_d_head": 32,
-            "mamba_n_heads": 4,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 32,
-            "attn_layer_indices": [1],
-        },
-        "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-        "falcon_h1": {
-            "head_dim": 16,
-            "mamba_d_ssm": 64,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 32,
-        },
-    }
-    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    if family in own:
-        return kind(**{**sizes, **own[family]})
-    image = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    seeing: dict[str, dict[str, Any]] = {
-        "gemma3": {
-            "text_config": {**sizes, **own["gemma3_text"]},
-            "vision_config": {**image, "image_size": 28, "patch_size": 14},
-            "image_token_index": 127,
-        },
-        "qwen3_vl": {
-            "text_config": {
-                **sizes,
-                "head_dim": 16,
-                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]},
-            },
-            "vision_config": {
-                **image,
-                "depth": 1,
-                "num_heads": 4,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0],
-            },
-            "image_token_id": 127,
-            "video_token_id": 126,
-        },
-    }
-    return kind(**seeing[family])
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Model type -> folder of a random bf16 model of that architecture, with a tokenizer. Read only.
@@ -247,13 +129,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def save(family: str) -> Path:
         if family not in made:
             generator = torch.Generator().manual_seed(3)
-            model = _auto_class(family).from_config(_tiny_config(family), dtype=torch.bfloat16)
+            model = auto_class(family).from_config(tiny_config(family), dtype=torch.bfloat16)
             with torch.no_grad():
-                for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                    if not tensor.is_floating_point() or name.endswith(("inv_freq", "embed_scale")):
-                        continue
-                    drawn = torch.randn(tensor.shape, generator=generator)
-                    tensor.copy_(drawn * 0.12 if tensor.dim() > 1 else tensor + drawn * 0.1)
+                # buffers that are not constant were computed from the config
+                learned = (t for t in model.buffers() if t.numel() > 1 and (t == t.flatten()[0]).all())
+                for tensor in [*model.parameters(), *learned]:
+                    if tensor.is_floating_point():
+                        drawn = torch.randn(tensor.shape, generator=generator)
+                        tensor.copy_(drawn * 0.12 if tensor.dim() > 1 else tensor + drawn * 0.1)
             folder = tmp_path_factory.mktemp(family) / family
             model.save_pretrained(folder)
             made[family] = add_tokenizer(folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from blockscale.checkpoint.faults import Fault, raise_first
-from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.header import TensorInfo, unreadable
 from blockscale.checkpoint.shards import read_json, survey_shards
 from blockscale.errors import CheckpointError
 
@@ -60,14 +60,20 @@ def open_folder(path: Path) -> Folder:
 
 def survey_folder(path: Path) -> Folder:
     """The same, but goes on past faults with what can be read. CheckpointError only where there is no folder."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such model folder", hint="give a folder with config.json and safetensors")
-    config, faults = _survey_config(path)
-    tensors, shard_faults = survey_shards(path)
-    quant_config, quant_faults = _survey_quant_config(
-        path / HF_QUANT_CONFIG, is_needed="quantization_config" not in config
-    )
-    return Folder(path, config, tensors, _companions(path), quant_config, (*faults, *shard_faults, *quant_faults))
+    try:
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: no such model folder", hint="give a folder with config.json and safetensors"
+            )
+        config, faults = _survey_config(path)
+        tensors, shard_faults = survey_shards(path)
+        quant_config, quant_faults = _survey_quant_config(
+            path / HF_QUANT_CONFIG, is_needed="quantization_config" not in config
+        )
+        companions = _companions(path)
+    except OSError as e:  # no right to look into it
+        raise unreadable(path, e) from e
+    return Folder(path, config, tensors, companions, quant_config, (*faults, *shard_faults, *quant_faults))
 
 
 def _survey_config(path: Path) -> tuple[dict[str, Any], list[Fault]]:

@@ -62,6 +62,7 @@ def _convert(path: Path, out: Path) -> None:
         _convert_through_transformers(path, out)
         return
     config = _config(path)
+    _check_layers(path, reader, config)
     _set_rope(path, reader, config)
     layout, sources = _match_tensors(path, reader, _model_tensors(config, architecture))
     with OutputFolder(out, layout, job=str(path), resume=False) as output:
@@ -70,6 +71,14 @@ def _convert(path: Path, out: Path) -> None:
         side = output.state_path("tokenizer")
         _save_tokenizer(path, side)
         output.finish({"config.json": _config_json(config)}, sorted(side.iterdir()))
+
+
+def _check_layers(path: Path, reader: Any, config: Any) -> None:
+    """CheckpointError if the file counts more layers than it holds: to build those would take time and memory."""
+    held = {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name.startswith("blk.")}
+    if config.num_hidden_layers > len(held):
+        what = f"{path}: it counts {config.num_hidden_layers} layers and holds {len(held)}"
+        raise CheckpointError(what, hint="download it again")
 
 
 def _match_tensors(path: Path, reader: Any, model: Mapping[str, "_Place"]) -> tuple[Layout, dict[str, Any]]:

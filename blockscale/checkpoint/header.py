@@ -7,6 +7,7 @@ Source: the safetensors format description, github.com/huggingface/safetensors.
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     data that overlap, leave a hole or do not fill the file.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+            raise CheckpointError(f"{path}: cannot be read: not a regular file", hint=_DOWNLOAD)
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
@@ -81,9 +85,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: int, file_size: int) -> TensorInfo:
     try:
         dtype_name = str(entry["dtype"])
-        shape = tuple(_size(n) for n in entry["shape"])
-        begin, end = (_size(n) for n in entry["data_offsets"])
-        _size(math.prod(n for n in shape if n))  # torch cannot hold more, not even of an empty tensor
+        shape = tuple(map(_size, entry["shape"]))
+        begin, end = map(_size, entry["data_offsets"])
+        _size(math.prod(filter(None, shape)))  # torch cannot hold more, not even of an empty tensor
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint=_DOWNLOAD) from e
     if dtype_name not in DTYPE_BYTES:

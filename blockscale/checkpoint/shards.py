@@ -1,6 +1,7 @@
 """The safetensors files of a folder, the index that assigns tensors to them, and what contradicts between them."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from blockscale.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _OTHER_COPY = "consolidated*"  # Mistral's own container of the same weights, under other names
+_MAX_JSON_BYTES = 100_000_000  # as for a header; the index of 671 billion parameters has 17 MB
+_MAX_PATH = 4096  # Linux's own limit
 _REBUILD = "the index is stale: rebuild it from the files or download it again"
 
 Headers = Mapping[str, Mapping[str, TensorInfo]]  # by file name
@@ -22,6 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise CheckpointError(f"{path}: not a regular file", hint="download the file again")
     try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: too large for a config or an index", hint="download the file again")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
@@ -75,15 +80,16 @@ def _with_index(
     path: Path, index: Mapping[str, Any], weight_map: Mapping[str, Any], present: Iterable[Path]
 ) -> tuple[dict[str, TensorInfo], list[Fault]]:
     faults: list[Fault] = []
-    unsafe = [name for name in weight_map.values() if not _is_inside(name)]
+    num_tensors = Counter(name for name in weight_map.values() if isinstance(name, str))
+    named = [name for name in num_tensors if _is_inside(name)]
+    inside = set(named)
+    unsafe = [name for name in weight_map.values() if not isinstance(name, str) or name not in inside]
     for name in unsafe[:1]:
-        what = f"{path / INDEX_NAME}: {name!r} is no file of this folder"
+        what = f"{path / INDEX_NAME}: {str(name)[:200]!r} is no file of this folder"
         faults.append(Fault("unsafe-path", INDEX_NAME, what, "do not trust this index: rebuild it from the files"))
-    named = list(dict.fromkeys(name for name in weight_map.values() if _is_inside(name)))
-    missing = [name for name in named if not (path / name).is_file()]
+    missing = [name for name in named if not _is_file(path / name)]
     for name in missing:
-        count = sum(value == name for value in weight_map.values())
-        what = f"{path}: shard {name} is missing; the index places {count} tensors in it"
+        what = f"{path}: shard {name} is missing; the index places {num_tensors[name]} tensors in it"
         faults.append(Fault("missing-shard", name, what, "finish the download"))
     headers, unreadable = _read_headers(path, [name for name in named if name not in missing])
     faults += unreadable
@@ -99,8 +105,7 @@ def _with_index(
                 what = f"{path}: the index places '{name}' in {weight_map[name]}, and {file_name} holds another copy"
                 hint = "engines that read every file may take either: remove the stale copy"
                 faults.append(Fault("duplicate-tensor", name, what, hint, is_fatal=False))
-    ghosts = [n for n, file_name in weight_map.items() if _is_inside(file_name) and file_name in headers]
-    ghosts = [name for name in ghosts if name not in tensors]
+    ghosts = [n for n, file in weight_map.items() if n not in tensors and isinstance(file, str) and file in headers]
     if ghosts:
         what = f"{path}: the index lists {len(ghosts)} tensors that no file holds, first '{ghosts[0]}'"
         faults.append(Fault("ghost-index-entry", ghosts[0], what, _REBUILD))
@@ -116,13 +121,21 @@ def _with_index(
     return tensors, [*faults, *_left_out(present, headers, weight_map)]
 
 
-def _is_inside(file_name: object) -> bool:
+def _is_inside(file_name: str) -> bool:
     """Whether an index's file name stays in its folder. Where a symbolic link leads is its owner's affair: the hub's
     cache is made of them."""
-    if not isinstance(file_name, str):
+    if len(file_name) > _MAX_PATH:
         return False
     path = Path(file_name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file_name
+
+
+def _is_file(path: Path) -> bool:
+    """False as well for a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _read_headers(path: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, TensorInfo]], list[Fault]]:

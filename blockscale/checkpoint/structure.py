@@ -14,8 +14,8 @@ UNKNOWN_STACK = "a stack of experts whose layout is not known"
 NOT_RUN = (TOWER, DRAFT)  # what text does not go through
 # Module names that stay in 16 bits whatever their shape, by why.
 _ALWAYS_KEPT = {
-    "embedding": ("*embed*", "*wte", "*wpe", "*word_embeddings*", "*shared"),
     HEAD: ("*lm_head*", "*embed_out*", "score", "*classifier*", "output"),
+    "embedding": ("*embed*", "*wte", "*wpe", "*word_embeddings*", "*shared"),
     "norm": ("*norm*", "*ln_?"),
     ROUTER: ("*router*", "*.gate", "*shared_expert_gate", "*.gate.wg"),
     TOWER: (
@@ -82,9 +82,14 @@ def kept_reason(name: str, shape: Shape, config: Mapping[str, Any]) -> str | Non
         and not config.get("is_encoder_decoder")
     ):
         return DRAFT
-    num_experts = next((text[key] for key in _NUM_EXPERTS if text.get(key)), None)
     is_inside = expert_set(module) is not None or module.endswith("_proj")
-    return ROUTER if num_experts == shape[0] and len(shape) == 2 and not is_inside else None
+    return ROUTER if num_experts(config) == shape[0] and len(shape) == 2 and not is_inside else None
+
+
+def num_experts(config: Mapping[str, Any]) -> Any:
+    """Of a layer that has any, as the config says it; None where it says nothing."""
+    text = text_config(config)
+    return next((text[key] for key in _NUM_EXPERTS if text.get(key)), None)
 
 
 def layer_number(module: str) -> int | None:
@@ -103,9 +108,10 @@ def is_expert_stack(name: str, shape: Shape, config: Mapping[str, Any]) -> bool:
 def unquantized_modules(
     quantized: Iterable[str], kept: Mapping[str, Shape], reasons: Mapping[str, str | None]
 ) -> list[str]:
-    """What loaders must leave alone: modules with a weight matrix that is not quantized; towers, and the experts of a
-    layer, as wildcards. `kept`: shapes by tensor name; `reasons`: `kept_reason` by module."""
-    names, wildcards = [], []
+    """What loaders must leave alone: modules with a weight matrix that is not quantized; towers, draft layers and the
+    experts of a layer as wildcards. `kept`: shapes by tensor name; `reasons`: `kept_reason` by module."""
+    names: list[str] = []
+    wildcards: dict[str, list[str]] = {}  # of what is never run on text: to the modules that they stand for
     quantized = list(quantized)
     quantized_experts = {expert_set(module) for module in quantized}
     for tensor_name, shape in kept.items():
@@ -113,21 +119,39 @@ def unquantized_modules(
         experts = expert_set(module)
         if len(shape) < 2 or not (tensor_name.endswith(".weight") or experts):
             continue
-        if reasons.get(module) == TOWER:
-            wildcards.append(_tower_prefix(module) + "*")
+        if reasons.get(module) in NOT_RUN:
+            wildcards.setdefault(_wildcard(module), []).append(module)
         elif experts is not None and experts not in quantized_experts:
-            wildcards.append(experts + "*")
+            names.append(f"{experts}*")
         elif tensor_name.endswith(".weight"):
             names.append(module)
+    for wildcard, modules in wildcards.items():
+        covers_more = any(fnmatch.fnmatchcase(module, wildcard) for module in quantized)
+        names += modules if covers_more else [wildcard]
     # a tied head has no tensor, but loaders build the layer all the same
     head = [] if any(m.rpartition(".")[2] == "lm_head" for m in quantized) else ["lm_head"]
-    return list(dict.fromkeys([*head, *names, *wildcards]))
+    return list(dict.fromkeys([*head, *names]))
 
 
-def _tower_prefix(module: str) -> str:
-    """Up to and including the first component that is the tower's name."""
+def with_untied_head(config: Mapping[str, Any], quantized: Iterable[str]) -> Mapping[str, Any]:
+    """The config of a model with these linears. A quantized head is no longer the embedding: loaders that tied the two
+    would leave it out."""
+    if not any(module.rpartition(".")[2] == "lm_head" for module in quantized):
+        return config
+    untied = {"tie_word_embeddings": False}
+    text_config = config.get("text_config")
+    inner = {"text_config": {**text_config, **untied}} if text_config else {}
+    return {**config, **inner, **untied}
+
+
+def _wildcard(module: str) -> str:
+    """Of the whole tower or draft layer that a module belongs to: `vision_tower*`, `mtp*`, `model.layers.61*`. Engines
+    have a tower at another place than its weights' names say, so one below the root is `*visual*`."""
     parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        if any(matches(pattern, parts[end - 1]) for pattern in _ALWAYS_KEPT[TOWER]):
-            return ".".join(parts[:end])
+    for end, part in enumerate(parts, 1):
+        if any(matches(pattern, part) for pattern in _ALWAYS_KEPT[TOWER]):
+            return f"{part}*" if end == 1 else f"*{part}*"
+        is_layer = parts[end - 2 : end - 1] == ["layers"] and part.isdigit()
+        if is_layer or any(matches(pattern, part) for pattern in _ALWAYS_KEPT[DRAFT]):
+            return ".".join(parts[:end]) + "*"
     return module

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from blockscale.cli import chat, demo, evaluate, generate, quantize
+from blockscale.cli import chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize
+from blockscale.cli.output import printable
 from blockscale.errors import BlockscaleError
 
-VERBS = {module.NAME: module for module in (quantize, evaluate, generate, chat, demo)}
+VERBS = {
+    module.NAME: module for module in (quantize, inspect, lint, convert, evaluate, generate, chat, plan, doctor, demo)
+}
 
 _INTERRUPTED = (
     "interrupted",
@@ -66,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, hint: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    for label, text in (("error", message), ("hint", hint)):
+        if text:
+            first, *more = (printable(line.strip()) for line in text.split("\n"))
+            print("\n  ".join([f"{label}: {first}", *more]), file=sys.stderr)  # no later line can pass for an error
 
 
 if __name__ == "__main__":

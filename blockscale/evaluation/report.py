@@ -1,18 +1,13 @@
-"""A report as one HTML page that needs nothing else: no script, no font and no picture from anywhere."""
+"""A report as one HTML page."""
 
 import math
-import os
-import tempfile
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
-from blockscale.errors import OutputError
 from blockscale.evaluation.charts import Bars, bars, layer_points
 from blockscale.evaluation.reading import reading
 from blockscale.evaluation.result import Interval, LayerError, Report
+from blockscale.pages import number, render_page, write_page
 
 MAX_LAYER_ROWS = 400  # more make a page that browsers choke on; the JSON has all
 # Marks of the kinds of layer, as SVG paths around (0, 0): told apart without colour too.
@@ -28,21 +23,8 @@ MARKS = (
 )
 
 
-def number(x: float | None, digits: int = 4) -> str:
-    """`digits` significant ones; a dash for what was not measured."""
-    if x is None:
-        return "–"
-    if not math.isfinite(x):
-        return "not finite"
-    return f"{x:#.{digits}g}".rstrip(".") if abs(x) < 10**digits else f"{x:,.0f}"
-
-
 def decibels(x: float) -> str:
     return "exact" if x == math.inf else "not finite" if not math.isfinite(x) else f"{x:.2f}"
-
-
-def percentage(x: float | None) -> str:
-    return "–" if x is None else f"{100 * x:.2f} %" if math.isfinite(x) else "not finite"
 
 
 def limits(interval: Interval | None, digits: int = 4, scale: float = 1.0) -> str:
@@ -50,18 +32,6 @@ def limits(interval: Interval | None, digits: int = 4, scale: float = 1.0) -> st
     if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
         return ""
     return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
-
-
-def size(num_bytes: int | None) -> str:
-    """Decimal units, as disks and model cards have them."""
-    if num_bytes is None:
-        return "–"
-    value, unit = float(num_bytes), "B"
-    for bigger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def shown_layers(layers: Sequence[LayerError]) -> list[LayerError]:
@@ -82,13 +52,11 @@ def perplexity_bars(report: Report) -> Bars | None:
 
 
 def render_report(report: Report) -> str:
-    """The page. Every name in it is escaped, whatever a model or a file is called."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(number=number, decibels=decibels, percentage=percentage, limits=limits, size=size)
-    template = resources.files("blockscale.evaluation").joinpath("report.html.j2").read_text(encoding="utf-8")
     ratios = [(t.name, [("candidate", t.perplexity_ratio)]) for t in report.texts if t.perplexity_ratio is not None]
     divergences = [(t.name, [("candidate", t.kl_mean)]) for t in report.texts if t.kl_mean is not None]
-    return environment.from_string(template).render(
+    return render_page(
+        "evaluation/report.html.j2",
+        {"decibels": decibels, "limits": limits},
         report=report,
         reading=reading(report),
         perplexities=perplexity_bars(report),
@@ -102,17 +70,4 @@ def render_report(report: Report) -> str:
 
 def write_report(report: Report, path: str | Path) -> None:
     """Writes the page; the file appears whole or not at all."""
-    path = Path(path)
-    page = render_report(report)
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(temporary, 0o644)  # mkstemp's own mode would keep others from reading it
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise OutputError(f"cannot write the report {path}: {error.strerror or error}") from error
+    write_page(render_report(report), path)

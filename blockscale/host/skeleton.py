@@ -32,7 +32,8 @@ def build_skeleton(config: Any, dtype: torch.dtype, *, with_kv_transforms: bool 
     """The model with every parameter on the meta device. `with_kv_transforms`: see `host.attention`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)  # the second run on text alone as well
+    # the first also for models that have both; the second run on text alone as well
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
     auto = next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
     try:
         with torch.device("meta"), _quiet():
@@ -67,21 +68,21 @@ def _quiet() -> Iterator[None]:
 
 
 def _restore_buffers(model: Any) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies, embedding scales) as transformers itself computes them.
+    """Buffers that follow from the config (rotary frequencies, decays, embedding scales), as transformers itself
+    computes them. Those that are learned stay on the meta device.
 
-    ModelError for one that transformers leaves as it is: its memory would hold anything.
+    ModelError for one that no checkpoint holds and that transformers leaves as it is: its memory would hold anything.
     """
-    found = {
-        f"{path}.{name}": (module, name)
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-        if module._buffers[name] is not None
-    }
+    found = {f"{path}.{name}": (module, name) for path, module in model.named_modules() for name in module._buffers}
+    found = {path: (module, name) for path, (module, name) in found.items() if module._buffers[name] is not None}
     for module, name in found.values():
         module._buffers[name] = _unset(module._buffers[name])
 
     def unset() -> list[str]:
         return [path for path, (module, name) in found.items() if _is_unset(module._buffers[name])]
+
+    def lost() -> list[str]:
+        return [path for path in unset() if not _is_stored(*found[path])]
 
     owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
 
@@ -95,10 +96,22 @@ def _restore_buffers(model: Any) -> None:
 
     with torch.no_grad():
         initialize(dict.fromkeys(path.rpartition(".")[0] for path in found))
-        if unset():  # some models fill their children's buffers
+        if lost():  # some models fill their children's buffers
             initialize(path for path, _ in model.named_modules())
-    if unset():
-        raise ModelError(f"{type(model).__name__}: no way is known to compute '{unset()[0]}'", hint=DATA_FREE)
+    if lost():
+        raise ModelError(f"{type(model).__name__}: no way is known to compute '{lost()[0]}'", hint=DATA_FREE)
+    for module, name in found.values():
+        if _is_stored(module, name) and _is_constant(module._buffers[name]):
+            module._buffers[name] = module._buffers[name].to("meta")
+
+
+def _is_stored(module: nn.Module, name: str) -> bool:
+    return name not in module._non_persistent_buffers_set
+
+
+def _is_constant(buffer: torch.Tensor) -> bool:
+    """What learning starts from, or what nobody set: no formula that a model computes looks like this."""
+    return buffer.numel() < 2 or bool((buffer == buffer.flatten()[0]).all())
 
 
 _MARK = -128.0  # no computed buffer consists of it
@@ -136,5 +149,17 @@ def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, str]:
         renamed = name
         for renaming in renamings:
             renamed = renaming.rename_source_key(renamed)[0]
-        result[name] = renamed
+        result[name] = _rooted(model, renamed)
     return result
+
+
+def _rooted(model: Any, name: str) -> str:
+    """Without the model's own prefix where it is a part of a larger model, with it where the weights are of its body
+    alone; as transformers does."""
+    prefix = model.base_model_prefix
+    first = name.partition(".")[0]
+    if prefix == first and not hasattr(model, prefix):
+        return name.removeprefix(prefix + ".")
+    if not hasattr(model, first) and hasattr(getattr(model, prefix, None), first):
+        return f"{prefix}.{name}"
+    return name

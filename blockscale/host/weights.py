@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from blockscale.checkpoint.dialects.stored import StoredLinear
@@ -89,13 +90,15 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
             missing.append(full)
         else:
             _set_parameter(root, name, value)
-    for name, buffer in list(root.named_buffers()):  # persistent ones; the others were computed
+    for name, buffer in list(root.named_buffers()):
         full = prefix + name
-        if buffer.is_meta and not is_skipped(full):
-            if full in weights.kept:
-                _set_buffer(root, name, weights.kept[full].read())
-            else:
-                missing.append(full)
+        if is_skipped(full):
+            continue
+        if full in weights.kept and _is_persistent(root, name):  # the others were computed
+            value = weights.kept[full].read()
+            _set_buffer(root, name, value.to(torch.promote_types(value.dtype, buffer.dtype)))
+        elif buffer.is_meta:
+            missing.append(full)
     _check_missing(model, missing)
     return root
 
@@ -194,6 +197,11 @@ def _set_module(root: nn.Module, path: str, module: nn.Module) -> None:
 def _set_parameter(root: nn.Module, path: str, value: Tensor) -> None:
     parent, _, leaf = path.rpartition(".")
     root.get_submodule(parent).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _is_persistent(root: nn.Module, path: str) -> bool:
+    parent, _, leaf = path.rpartition(".")
+    return leaf not in root.get_submodule(parent)._non_persistent_buffers_set
 
 
 def _set_buffer(root: nn.Module, path: str, value: Tensor) -> None:

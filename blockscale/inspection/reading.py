@@ -29,13 +29,17 @@ class Reading:
 
 def read_folder(path: Path) -> Reading:
     """Headers and configs only, whatever is wrong with them. CheckpointError only where there is no folder."""
-    folder = survey_folder(path)
+    return read_surveyed(survey_folder(path))
+
+
+def read_surveyed(folder: Folder) -> Reading:
+    """The same of a folder that has been looked at already."""
     faults = list(folder.faults)
     method = folder.method
     if method is None:
         method = _dialect_by_names(folder)
         if method is not None:
-            what = f"{path}: tensors are packed ({method} names), but no config says so"
+            what = f"{folder.path}: tensors are packed ({method} names), but no config says so"
             hint = "engines would read the codes as 16-bit weights, or stop at their shapes"
             faults.append(Fault("no-quantization-config", "config.json", what, hint))
     if method not in _READERS:
@@ -62,9 +66,7 @@ def read_folder(path: Path) -> Reading:
 
 def _dialect_by_names(folder: Folder) -> str | None:
     """Of a folder whose config names none."""
-    for name, info in folder.tensors.items():
-        if name.endswith(".weight_packed") and f"{name.removesuffix('_packed')}_scale" in folder.tensors:
-            return "compressed-tensors"
-        if name.endswith(".weight_scale") and info.dtype in ("F8_E4M3", "U8"):
-            return "modelopt"
-    return None
+    scales = [info for name, info in folder.tensors.items() if name.endswith(".weight_scale")]
+    if any(info.name.removesuffix("_scale") + "_packed" in folder.tensors for info in scales):
+        return "compressed-tensors"
+    return "modelopt" if any(info.dtype in ("F8_E4M3", "U8") for info in scales) else None

@@ -11,23 +11,24 @@ import math
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import Layout, OutputFolder
-from blockscale.checkpoint.reader import DIALECTS, open_checkpoint
+from blockscale.checkpoint.read_back import read_back_problem
+from blockscale.checkpoint.reader import DIALECTS
 from blockscale.checkpoint.source import Source
-from blockscale.checkpoint.structure import NOT_RUN
-from blockscale.errors import CheckpointError, RecipeError
+from blockscale.checkpoint.structure import NOT_RUN, with_untied_head
+from blockscale.checkpoint.units import run_units
+from blockscale.errors import RecipeError
 from blockscale.formats.tensor import empty_like_quantized
 from blockscale.quantization.plan import Plan, kept_modules
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.summary import LayerRecord, Summary
-from blockscale.quantization.units import kv_scales, make_units, run_units
+from blockscale.quantization.units import kv_scales, make_units
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -58,7 +59,8 @@ def run(
     units = make_units(plan, output, dialect, statistics, device)
     total = sum(unit.num_bytes for unit in units)
     done = sum(unit.num_bytes for unit in units if unit.name in output.done)
-    for unit in run_units([unit for unit in units if unit.name not in output.done], output):
+    for unit, record in run_units([unit for unit in units if unit.name not in output.done]):
+        output.mark_done(unit.name, record)
         done += unit.num_bytes
         if progress:
             progress("quantizing", done, total)
@@ -68,23 +70,15 @@ def run(
 
     layers = {m: LayerRecord(**record) for name in plan.groups for m, record in output.done[name].items()}
     schemes = {m: linear.scheme for m, linear in plan.linears.items()}
-    files = dialect.config_files(_output_config(source, plan), schemes, kept_modules(plan), recipe.kv_cache)
+    files = dialect.config_files(
+        with_untied_head(source.config, plan.linears), schemes, kept_modules(plan), recipe.kv_cache
+    )
     files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics)
     output.finish(files, source.companions, check=lambda path: _check_result(path, plan))
     num_parameters = sum(math.prod(t.shape) for t in source.tensors.values())
     bits = 8 * output.tensor_bytes / num_parameters
     notices = plan.notices + statistics.notices
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
-
-
-def _output_config(source: Source, plan: Plan) -> Mapping[str, Any]:
-    """A quantized head is no longer the embedding: loaders that tied the two would leave it out."""
-    if not any(module.rpartition(".")[2] == "lm_head" for module in plan.linears):
-        return source.config
-    untied = {"tie_word_embeddings": False}
-    text_config = source.config.get("text_config")
-    inner = {"text_config": {**text_config, **untied}} if text_config else {}
-    return {**source.config, **inner, **untied}
 
 
 def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> Layout:
@@ -138,17 +132,7 @@ def _provenance(
 
 def _check_result(path: Path, plan: Plan) -> None:
     """RecipeError unless the written folder reads back as exactly what was planned."""
-    try:
-        written = open_checkpoint(path)
-    except CheckpointError as e:
-        raise RecipeError(f"the written checkpoint does not read back: {e}", hint="please report this") from e
-    assert written.quantized is not None
-    found = {m: (linear.scheme, linear.shape) for m, linear in written.quantized.linears.items()}
-    planned = {m: (linear.scheme, tuple(linear.shape)) for m, linear in plan.linears.items()}
-    copied = {t.name: (t.dtype, t.shape) for t in plan.copied}
-    kept = {n: (t.dtype, t.shape) for n, t in written.kept.items()}
-    if found != planned or kept != copied:
-        wrong = [m for m in planned if found.get(m) != planned[m]] + [n for n in copied if kept.get(n) != copied[n]]
-        raise RecipeError(
-            f"the written checkpoint is not what was planned, first at {wrong[:1]}", hint="please report this"
-        )
+    linears = {m: (linear.scheme, linear.shape) for m, linear in plan.linears.items()}
+    problem = read_back_problem(path, linears, {t.name: (t.dtype, t.shape) for t in plan.copied})
+    if problem:
+        raise RecipeError(problem, hint="please report this")

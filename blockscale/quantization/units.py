@@ -1,13 +1,7 @@
-"""The pieces of work of a quantization: one per fused group of linears, one per tensor that is kept.
-
-Units are independent, hold their own tensors in memory and nothing else, and finish in any order.
-"""
+"""The pieces of work of a quantization: one per fused group of linears, one per tensor that is kept."""
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +9,7 @@ from torch import Tensor
 
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import OutputFolder
-from blockscale.checkpoint.source import SourceTensor
+from blockscale.checkpoint.units import Unit, copy_unit
 from blockscale.errors import RecipeError
 from blockscale.formats.spec import FP8, NVFP4, Format
 from blockscale.formats.tensor import check_finite
@@ -23,48 +17,8 @@ from blockscale.quantization.plan import Plan, PlannedLinear
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.weight import WeightError, global_scale_from_amax, quantize_weight
 
-_MAX_WORKERS = 4
-_COPY_BYTES = 64 << 20  # what a kept tensor of any size takes at most: it is copied in pieces
-_HELD_BYTES = 512 << 20
 _MIN_SCALE = 2.0**-126  # fp32's smallest normal number
 _KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
-
-
-@dataclass(frozen=True)
-class Unit:
-    """`num_bytes` of source tensors; `run` writes the result and returns what the journal keeps."""
-
-    name: str
-    num_bytes: int
-    held_bytes: int
-    run: Callable[[], Any]
-
-
-def run_units(units: Sequence[Unit], output: OutputFolder) -> Iterator[Unit]:
-    """Runs the units on a few threads and yields them as they finish and are journalled.
-
-    One torch thread a worker: whole units side by side use the cores better than slices split between them. Together
-    they hold no more than the largest unit does, or half a gigabyte.
-    """
-    workers = min(_MAX_WORKERS, os.cpu_count() or 1)
-    limit = max([_HELD_BYTES, *(unit.held_bytes for unit in units)])
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    waiting, running = list(reversed(units)), dict[Future[Any], Unit]()
-    try:
-        while waiting or running:
-            held = sum(unit.held_bytes for unit in running.values())
-            while waiting and len(running) < workers and held + waiting[-1].held_bytes <= limit:
-                held += waiting[-1].held_bytes
-                unit = waiting.pop()
-                running[pool.submit(unit.run)] = unit
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                unit = running.pop(future)
-                output.mark_done(unit.name, future.result())
-                yield unit
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
 
 
 def make_units(
@@ -76,20 +30,7 @@ def make_units(
         num_bytes = sum(plan.linears[m].tensor.num_bytes for m in members)
         run = _group_unit(plan, members, output, dialect, statistics, device)
         units.append(Unit(name, num_bytes, num_bytes, run))
-    for tensor in plan.copied:
-        held = min(tensor.num_bytes, _COPY_BYTES) if tensor.is_plain else 2 * tensor.num_bytes
-        units.append(Unit(tensor.name, tensor.num_bytes, held, _copy_unit(tensor, output)))
-    return units
-
-
-def _copy_unit(tensor: SourceTensor, output: OutputFolder) -> Callable[[], None]:
-    def run_unit() -> None:
-        if tensor.is_plain:
-            output.copy(tensor.name, tensor.stored[0])
-        else:
-            output.write(tensor.name, tensor.read())
-
-    return run_unit
+    return units + [copy_unit(tensor, output) for tensor in plan.copied]
 
 
 def _group_unit(

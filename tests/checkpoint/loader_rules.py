@@ -17,7 +17,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+EXPERT_PAIRS = ("gate_proj", "up_proj", "w1", "w3")  # of one expert: they share a scale
+# What vLLM calls modules of models that see images, by how their weights' names begin. It renames lists likewise.
+VLLM_NAMES = {
+    "qwen2_5_vl": {"visual.": "visual.", "lm_head.": "language_model.lm_head.", "model.": "language_model.model."},
+    "qwen3_vl": {
+        "model.visual.": "visual.",
+        "lm_head.": "language_model.lm_head.",
+        "model.language_model.": "language_model.model.",
+    },
+}
 
 
 class Refused(Exception):
@@ -54,11 +68,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def layers_of(weights: Mapping[str, Tensor]) -> list[Layer]:
-    """Fused as engines fuse them; embeddings are no linear layers."""
+    """Fused as engines fuse them; embeddings are no linear layers, stacks of experts are."""
     found: dict[str, list[str]] = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if module == name or weight.dim() != 2 or "embed" in module:
+        is_stack = ".experts." in name and module == name and weight.dim() == 3
+        if not is_stack and (module == name or weight.dim() != 2 or "embed" in module):
             continue
         parent, _, leaf = module.rpartition(".")
         if ".experts." in module:
@@ -105,7 +120,6 @@ METHODS: dict[str, Callable[[int, int], dict[str, Stored]]] = {
         "weight_scale": Stored("uint8", (n, k // 32)),
     },
     "CT_FP8": lambda n, k: {"weight": Stored("float8_e4m3fn", (n, k)), "weight_scale": Stored("float32", (n, 1))},
-    "NONE": lambda n, k: {"weight": Stored("bfloat16", (n, k))},
 }
 # One scalar for the whole fused layer: engines take the largest and do not rescale the rest.
 SHARED = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
@@ -121,12 +135,11 @@ def check(folder: Path, base: Path, method_of: Callable[[Layer], str]) -> dict[s
     for layer in layers:
         methods[layer.prefix] = method_of(layer)
         for shard in layer.shards:
-            parameters = METHODS[methods[layer.prefix]](*weights[f"{shard}.weight"].shape)
-            expected |= {f"{shard}.{name}": parameter for name, parameter in parameters.items()}
+            expected |= _parameters(shard, methods[layer.prefix], weights)
         _check_shared(layer, stored)
-    in_layers = {f"{shard}.weight" for layer in layers for shard in layer.shards}
-    expected |= {n: Stored("bfloat16", tuple(w.shape)) for n, w in weights.items() if n not in in_layers}
-    found = {n: Stored(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in stored.items()}
+    in_layers = {name for layer in layers for shard in layer.shards for name in (shard, f"{shard}.weight")}
+    expected |= {n: _as_stored(w) for n, w in weights.items() if n not in in_layers}
+    found = {n: _as_stored(t) for n, t in stored.items()}
     cache = {n for n in found if n.endswith(("k_scale", "v_scale"))}
     assert {n: found[n] for n in found if n not in cache} == expected
     for name, tensor in stored.items():
@@ -138,13 +151,35 @@ def check(folder: Path, base: Path, method_of: Callable[[Layer], str]) -> dict[s
     return methods
 
 
+def _as_stored(tensor: Tensor) -> Stored:
+    return Stored(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _parameters(shard: str, method: str, weights: Mapping[str, Tensor]) -> dict[str, Stored]:
+    plain = f"{shard}.weight" if f"{shard}.weight" in weights else shard
+    if method == "NONE":
+        return {plain: _as_stored(weights[plain])}
+    if plain != shard:
+        return {f"{shard}.{name}": what for name, what in METHODS[method](*weights[plain].shape).items()}
+    if method.startswith("CT_"):
+        raise Refused(f"{shard}: compressed-tensors has no stacks of experts")
+    experts, k, n = weights[shard].shape  # the input dimension stays in the middle
+    parameters = METHODS[method](n, k)
+    return {
+        shard if name == "weight" else f"{shard}_{name}": Stored(
+            what.dtype, (experts, *reversed(what.shape)) if what.shape else ()
+        )
+        for name, what in parameters.items()
+    }
+
+
 def _check_shared(layer: Layer, stored: Mapping[str, Tensor]) -> None:
     sets: dict[str, list[str]] = {}
     for shard in layer.shards:
         parent, _, leaf = shard.rpartition(".")
         if not layer.is_experts:
             sets.setdefault(layer.prefix, []).append(shard)
-        elif leaf in FUSED["gate_up_proj"]:
+        elif leaf in EXPERT_PAIRS:
             sets.setdefault(parent, []).append(shard)
     for shards in sets.values():
         for name in SHARED_BY_EXPERTS if layer.is_experts else SHARED:
@@ -158,8 +193,10 @@ def _check_shared(layer: Layer, stored: Mapping[str, Tensor]) -> None:
 def vllm(folder: Path, base: Path) -> dict[str, str]:
     """vllm/model_executor/layers/quantization/modelopt.py and compressed_tensors/."""
     config = _config(folder)
+    names = VLLM_NAMES.get(json.loads((base / "config.json").read_text())["model_type"], {})
     if config["quant_method"] == "compressed-tensors":
-        return check(folder, base, lambda layer: _vllm_compressed_tensors(config, layer))
+        config["ignore"] = [_renamed(pattern, names) for pattern in config["ignore"]]
+        return check(folder, base, lambda layer: _vllm_compressed_tensors(config, _in_vllm(layer, names)))
     assert config["quant_method"] == "modelopt"
     algorithm, patterns = str(config["quant_algo"]).upper(), config["ignore"]
     if algorithm == "MIXED_PRECISION":
@@ -169,7 +206,24 @@ def vllm(folder: Path, base: Path) -> dict[str, str]:
         raise Refused(f"vLLM does not take quant_algo {algorithm}")
     if algorithm == "NVFP4" and not any("input_activations" in g for g in config["config_groups"].values()):
         algorithm = "W4A16_NVFP4"
-    return check(folder, base, lambda layer: "NONE" if _vllm_excluded(layer, patterns) else _for_vllm(algorithm, layer))
+    if names:  # `a.b*` is taken apart before it is renamed
+        split = [(p[:-1], f"{p[:-1]}.*") if p.endswith("*") and not p.endswith(".*") else (p,) for p in patterns]
+        patterns = [_renamed(pattern, names) for parts in split for pattern in parts]
+
+    def method(layer: Layer) -> str:
+        return "NONE" if _vllm_excluded(_in_vllm(layer, names), patterns) else _for_vllm(algorithm, layer)
+
+    return check(folder, base, method)
+
+
+def _in_vllm(layer: Layer, names: Mapping[str, str]) -> Layer:
+    renamed = [_renamed(f"{name}.", names).removesuffix(".") for name in (layer.prefix, *layer.shards)]
+    return Layer(renamed[0], tuple(renamed[1:]))
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    old = next((old for old in names if name.startswith(old)), "")
+    return names.get(old, "") + name.removeprefix(old)
 
 
 def _for_vllm(algorithm: str, layer: Layer) -> str:
@@ -224,7 +278,8 @@ def _ct_method(config: Mapping[str, Any], name: str) -> str:
         return "NONE"
     groups = list(config["config_groups"].values())
     by_name = [group for group in groups if any(_matches(name, target) for target in group["targets"])]
-    by_class = [group for group in groups if "Linear" in group["targets"]]
+    is_head = name.rpartition(".")[2] == "lm_head"  # a class of its own
+    by_class = [group for group in groups if "Linear" in group["targets"] and not is_head]
     found = by_name or by_class
     return _ct_scheme(found[0]) if found else "NONE"
 
@@ -257,6 +312,8 @@ def sglang(folder: Path, base: Path) -> dict[str, str]:
     """sglang/srt/layers/quantization/modelopt_quant.py and compressed_tensors/."""
     config = _config(folder)
     if config["quant_method"] == "compressed-tensors":
+        if any(_ct_scheme(group) == "CT_MXFP4" for group in config["config_groups"].values()):
+            raise Refused("4-bit floats are taken in tensor groups of 16 only")  # _get_scheme_from_parts
         return check(folder, base, lambda layer: _vllm_compressed_tensors(config, layer))
     for section in (config, _hf_quant_config(folder)):  # either is read, depending on how the model is given
         algorithm = section["quant_algo"]
@@ -280,6 +337,9 @@ def _group_sizes(section: Mapping[str, Any]) -> set[int]:
     return {part["group_size"] for part in parts if isinstance(part, dict) and part.get("group_size")}
 
 
+SGLANG_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
 def _sglang_excluded(layer: Layer, patterns: Sequence[str]) -> bool:
     if not layer.is_experts:
         states = {shard in patterns for shard in layer.shards}
@@ -287,9 +347,12 @@ def _sglang_excluded(layer: Layer, patterns: Sequence[str]) -> bool:
             raise Refused(f"{layer.prefix} is excluded in part")
         if states.pop():
             return True
+    leaf = layer.prefix.rpartition(".")[2]
     names = [layer.prefix, *layer.prefix.split(".")]
     globs = [re.compile(pattern.replace(".", r"\.").replace("*", ".*")) for pattern in patterns]
-    return any(glob.fullmatch(name) for glob in globs for name in names)
+    # parts of MLA, of whatever layer the entry names
+    tails = [tail for pattern in patterns if (tail := pattern.rpartition(".")[2]) in SGLANG_PARTS]
+    return any(glob.fullmatch(name) for glob in globs for name in names) or any(tail in leaf for tail in tails)
 
 
 # ---------------------------------------------------------------- TensorRT-LLM

@@ -237,11 +237,12 @@ def test_a_scale_without_a_finite_reciprocal(role: str, scale: float) -> None:
 
 
 def test_wildcards_of_kept_modules() -> None:
-    kept = ["lm_head", "model.visual*"]
+    kept = ["lm_head", "model.layers.0.mlp.experts*", "*visual*"]
     theirs = json.loads(modelopt.config_files({}, {"x": W4A4}, kept, None)["config.json"])["quantization_config"]
     assert theirs["ignore"] == kept
     ours = json.loads(compressed_tensors.config_files({}, {"x": W4A4}, kept, None)["config.json"])
-    assert ours["quantization_config"]["ignore"] == ["lm_head", r"re:model\.visual.*"]
+    experts = r"re:(?:.*\.)?model\.layers\.0\.mlp\.experts.*"
+    assert ours["quantization_config"]["ignore"] == ["lm_head", experts, r"re:(?:.*\.)?visual.*"]
 
 
 NVFP4_GROUP: dict[str, Any] = {

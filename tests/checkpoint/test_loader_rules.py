@@ -32,7 +32,7 @@ GOLDEN_ON_ENGINES = {
     "modelopt_llama_w4a16_nvfp4": {"vLLM", "SGLang", "TensorRT-LLM"},
     "modelopt_qwen3moe_nvfp4": {"vLLM", "SGLang", "TensorRT-LLM"},
     "modelopt_llama_w4a8_nvfp4_fp8": set(),
-    "ct_llama_mxfp4": {"vLLM", "SGLang"},
+    "ct_llama_mxfp4": {"vLLM"},
     "ct_llama_nvfp4": {"vLLM", "SGLang", "TensorRT-LLM"},
     "ct_llama_nvfp4_fp8kv": {"vLLM", "SGLang", "TensorRT-LLM"},
     "ct_llama_nvfp4a16": {"vLLM", "SGLang"},
@@ -108,7 +108,7 @@ WITHOUT_CALIBRATION: dict[tuple[str, str], tuple[set[str], set[str]]] = {
     ("nvfp4-w4a16", "modelopt"): ({"vLLM", "SGLang", "TensorRT-LLM"}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("nvfp4-w4a16", "compressed-tensors"): ({"vLLM", "SGLang"}, {"vLLM", "SGLang"}),
     ("mxfp4", "modelopt"): (set(), set()),
-    ("mxfp4", "compressed-tensors"): ({"vLLM", "SGLang"}, {"vLLM", "SGLang"}),
+    ("mxfp4", "compressed-tensors"): ({"vLLM"}, {"vLLM"}),
     ("fp8", "modelopt"): ({"vLLM"}, set()),
     ("fp8", "compressed-tensors"): ({"vLLM", "SGLang", "TensorRT-LLM"}, {"vLLM", "SGLang", "TensorRT-LLM"}),
 }

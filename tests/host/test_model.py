@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.published import with_mxfp4_experts, without_computed_buffers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from blockscale import api
 from blockscale.algorithms.fake_quantize import round_activation
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.errors import ModelError
-from blockscale.formats.spec import MXFP4, NVFP4
+from blockscale.formats.spec import NVFP4
 from blockscale.formats.tensor import encode
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.model import load_model, load_tokenizer
@@ -203,25 +204,10 @@ def test_the_cache_is_rounded(kv_format: str, tiny_model: Find, tmp_path: Path, 
     assert relative(without, transformers_logits(plain, token_ids())) < 1e-5
 
 
-def mxfp4_source(folder: Path, target: Path) -> Path:
-    """gpt-oss as it is published: experts in MXFP4 blocks."""
-    shutil.copytree(folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        q = encode(tensors.pop(name).transpose(-1, -2).contiguous(), MXFP4)
-        tensors[f"{name}_blocks"] = q.packed.unflatten(-1, (-1, 16)).contiguous()
-        tensors[f"{name}_scales"] = q.block_scale
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
 def test_gpt_oss_in_mxfp4(tiny_model: Find, tmp_path: Path, calibration_text: Path) -> None:
     import transformers
 
-    source = mxfp4_source(tiny_model("gpt_oss"), tmp_path / "mxfp4")
+    source = with_mxfp4_experts(tiny_model("gpt_oss"), tmp_path / "mxfp4")
     decoded = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, quantization_config=transformers.Mxfp4Config(dequantize=True)
     ).float()  # transformers 5.17 decodes to bf16 whatever is asked for
@@ -318,6 +304,40 @@ def test_a_missing_head_is_named_unless_it_is_tied(tiny_model: Find, tmp_path: P
     path = edited(tiny_model("llama"), tmp_path / "m", lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ModelError, match=r"first 'lm_head\.weight'"):
         load_model(path)
+
+
+def test_a_missing_buffer_is_named_if_it_was_learned(tiny_model: Find, tmp_path: Path) -> None:
+    learned = "model.layers.1.mlp.gate.e_score_correction_bias"
+    path = edited(tiny_model("deepseek_v3"), tmp_path / "m", lambda tensors: tensors.pop(learned))
+    with pytest.raises(ModelError, match=f"lacks 1 weights of DeepseekV3ForCausalLM, first '{learned}'"):
+        load_model(path)
+
+
+def test_a_buffer_that_follows_from_the_config_is_computed_or_read(tiny_model: Find, tmp_path: Path) -> None:
+    """The decays of linear attention: some files have them, in bf16 like the rest."""
+    path = without_computed_buffers(tiny_model("minimax"), tmp_path / "m")
+    computed = load_model(path).logits(token_ids())
+    assert torch.equal(computed, transformers_logits(path, token_ids()))
+    read = load_model(tiny_model("minimax")).logits(token_ids())
+    assert torch.equal(read, transformers_logits(tiny_model("minimax"), token_ids()))
+    assert 0 < relative(read, computed) < 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama4"])
+def test_weights_under_another_root(family: str, tiny_model: Find, tmp_path: Path) -> None:
+    """Of a model's body alone, and of the language model inside a larger one."""
+    path = tiny_model(family)
+    inner = {"qwen2": "model.", "llama4": "language_model."}[family]
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith(inner)]:
+            tensors[name.removeprefix(inner)] = tensors.pop(name)
+
+    assert any(name.startswith(inner) for name in load_file(path / "model.safetensors"))
+    other = edited(path, tmp_path / "m", strip)
+    found = load_model(other).logits(token_ids())
+    assert torch.equal(found, load_model(path).logits(token_ids()))
+    assert torch.equal(found, transformers_logits(path, token_ids()))
 
 
 def test_a_missing_expert_is_named(tiny_model: Find, tmp_path: Path) -> None:

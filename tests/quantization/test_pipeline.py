@@ -155,8 +155,7 @@ def test_every_tensor_is_accounted_for(write_model, tmp_path: Path) -> None:
     assert summary.kept.keys() == {name.removesuffix(".weight") for name in tensors.keys() - quantized}
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     ignored = config["quantization_config"]["ignore"]
-    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.eh_proj", "mtp.layers.0.mlp.up_proj"} <= set(ignored)
-    assert "visual*" in ignored
+    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.1*", "mtp*", "visual*"} <= set(ignored)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
@@ -138,7 +138,19 @@ def _groups(folder: Folder, config: Mapping[str, Any]) -> tuple[Groups, list[Fau
     if not groups:
         what = f"{folder.path}: quantization_config has no config_groups with weights"
         return [], [Fault("unknown-algorithm", "config.json", what)]
-    return groups, []
+    return groups, [
+        fault for group in (content or {}).values() if group.get("weights") for fault in _size_faults(group)
+    ]
+
+
+def _size_faults(group: Mapping[str, Any]) -> Iterator[Fault]:
+    """Blocks of another size than the format's."""
+    fmt, size = _group_scheme(group).weight, group["weights"].get("group_size")
+    if fmt.block_size and size != fmt.block_size:
+        what = (
+            f"a config group: {fmt.name} with group_size {size} is not read, its blocks hold {fmt.block_size} elements"
+        )
+        yield Fault("format-mismatch", "config.json", what, "correct the config")
 
 
 def _kv_format(scheme: object) -> tuple[str | None, list[Fault]]:
@@ -160,8 +172,6 @@ def _group_scheme(group: Mapping[str, Any]) -> Scheme:
     if not is_known or weight is None:
         what = {"weights": weights, "input_activations": activations}
         raise CheckpointError(f"a config group is not read: {json.dumps(what)}", hint="known: NVFP4, MXFP4, FP8")
-    if weight.block_size and weights.get("group_size") != weight.block_size:
-        raise CheckpointError(f"{weight.name} with group_size {weights.get('group_size')} is not read")
     return Scheme(weight, activation)
 
 
@@ -202,8 +212,7 @@ def _stored_linear(folder: Folder, module: str, scheme: Scheme | None) -> Stored
 def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
     weight, scheme = linear.weight, linear.scheme
-    if scheme not in _WRITTEN:
-        raise CheckpointError(f"{name}: compressed-tensors cannot hold {scheme.name}", hint="use --dialect modelopt")
+    _check_written(name, scheme)
     if len(weight.shape) != 2 or linear.pre_quant_scale is not None:
         what = "a pre_quant_scale" if linear.pre_quant_scale is not None else f"a stack {list(weight.shape)}"
         raise CheckpointError(f"{name}: compressed-tensors cannot hold {what}", hint="use --dialect modelopt")
@@ -220,6 +229,11 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
         else:
             stored["input_scale"] = linear.input_global_scale.reshape(1)
     return {f"{name}.{key}": tensor for key, tensor in stored.items()}
+
+
+def _check_written(name: str, scheme: Scheme) -> None:
+    if scheme not in _WRITTEN:
+        raise CheckpointError(f"{name}: compressed-tensors cannot hold {scheme.name}", hint="use --dialect modelopt")
 
 
 def _divisor(name: str, scale: Tensor) -> Tensor:
@@ -243,12 +257,14 @@ def config_files(
     kv_format: str | None,
     has_pre_quant_scale: bool = False,
 ) -> dict[str, str]:
-    """config.json. `schemes`: by linear; `kept`: modules left in 16 bits; a trailing `*` covers all below."""
+    """config.json. `schemes`: by linear; `kept`: modules left in 16 bits, or wildcards."""
     if kv_format not in (None, "fp8"):
         raise CheckpointError(f"compressed-tensors has no {kv_format} KV cache", hint="use --dialect modelopt")
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
+    for scheme, modules in by_scheme.items():
+        _check_written(modules[0], scheme)
     is_mixed = len(by_scheme) > 1
     groups = {
         f"group_{i}": {
@@ -276,7 +292,11 @@ def config_files(
 
 
 def _ignore(pattern: str) -> str:
-    return "re:" + re.escape(pattern[:-1]) + ".*" if pattern.endswith("*") else pattern
+    """A wildcard as a regular expression. Engines, and transformers, have the parts of a model that sees images under
+    other roots than its weights' names, so anything may stand before it."""
+    if "*" not in pattern:
+        return pattern
+    return r"re:(?:.*\.)?" + ".*".join(map(re.escape, pattern.removeprefix("*").split("*")))
 
 
 def _activation_arguments(scheme: Scheme) -> dict[str, Any] | None:

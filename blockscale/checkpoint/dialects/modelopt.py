@@ -136,11 +136,11 @@ def _claims(folder: Folder) -> list[Claim]:
         if not section:
             continue
         excluded = section.get("exclude_modules", section.get("ignore"))
-        layers = section.get("quantized_layers")
+        layers, algorithm = section.get("quantized_layers"), section.get("quant_algo")
         claims.append(
             Claim(
                 file,
-                section.get("quant_algo"),
+                algorithm if isinstance(algorithm, str) else None,
                 tuple(p for p in excluded if isinstance(p, str)) if isinstance(excluded, list) else (),
                 _kv_format(section),
                 {name: str(_table(entry).get("quant_algo")) for name, entry in layers.items()}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.header import TensorInfo
@@ -29,12 +30,12 @@ class StoredLinear:
     has_divisors: bool = False
     is_transposed: bool = False
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight it stands for: [N, K] or [E, N, K]."""
-        *lead, last = self.tensors["packed"].shape
+        """Of the weight it stands for: [N, K] or [E, N, K]; fewer dimensions for codes that are no matrix."""
+        *lead, last = self.tensors["packed"].shape or (1,)
         per_byte = 2 if self.scheme.weight.element.bits == 4 else 1
-        if self.is_transposed:
+        if self.is_transposed and lead:
             return (*lead[:-1], last, lead[-1] * per_byte)
         return (*lead, last * per_byte)
 
@@ -85,14 +86,12 @@ def settle(linear: StoredLinear, claimed: Scheme | None) -> tuple[StoredLinear |
         scale = linear.tensors["block_scale"]
         what = f"{linear.name}: {scale.name} is there, but its packed is missing"
         return None, [Fault("loose-scale", linear.name, what, _INCOMPLETE)]
-    fitting = guess_scheme(linear)
-    if claimed is None:
-        return (None if fitting is None else _with_scheme(linear, fitting)), []
-    under_claim = _with_scheme(linear, claimed)
-    faults = list(role_faults(under_claim))
-    if fitting is None or not any(fault.rule == "format-mismatch" for fault in faults):
+    under_claim = None if claimed is None else _with_scheme(linear, claimed)
+    faults = [] if under_claim is None else list(role_faults(under_claim))
+    if under_claim is not None and not any(fault.rule == "format-mismatch" for fault in faults):
         return under_claim, faults
-    return _with_scheme(linear, fitting), faults
+    fitting = guess_scheme(linear)
+    return (under_claim if fitting is None else _with_scheme(linear, fitting)), faults
 
 
 def _with_scheme(linear: StoredLinear, scheme: Scheme) -> StoredLinear:

@@ -1,0 +1,82 @@
+"""Say what a machine runs natively, what it emulates, and which version stands in the way.
+
+Without options: this machine, through its driver. With --gpu: a machine that is described, wherever it stands.
+
+examples:
+  blockscale doctor
+  blockscale doctor --gpu b200 --driver 570.86 --cuda 12.8 --torch 2.8
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blockscale.planning.doctor import Diagnosis, GpuDiagnosis
+
+NAME = "doctor"
+HELP = "say what a machine runs natively, and what stands in the way"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu", metavar="NAME|FILE.toml", help="a GPU of the catalogue or of a file, not this machine's"
+    )
+    parser.add_argument("--driver", metavar="VERSION", help="its driver")
+    parser.add_argument("--cuda", metavar="VERSION", help="CUDA that torch is built with")
+    parser.add_argument("--rocm", metavar="VERSION", help="ROCm, on AMD")
+    parser.add_argument("--torch", metavar="VERSION", help="torch")
+    parser.add_argument("--triton", metavar="VERSION", help="Triton")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    from blockscale.cli.output import print_json
+    from blockscale.planning.doctor import doctor
+
+    diagnosis = doctor(
+        args.gpu, driver=args.driver, cuda=args.cuda, rocm=args.rocm, torch=args.torch, triton=args.triton
+    )
+    if args.json:
+        print_json(diagnosis.to_dict())
+    else:
+        print_diagnosis(diagnosis)
+
+
+def print_diagnosis(diagnosis: "Diagnosis") -> None:
+    from blockscale.cli.output import print_table, printable
+    from blockscale.planning.doctor import KERNELS
+
+    machine = diagnosis.machine
+    whose = "described" if diagnosis.is_described else "this machine"
+    versions = (("driver", machine.driver), ("toolkit", machine.toolkit), ("torch", machine.torch))
+    said = [f"{name} {value}" if name != "toolkit" else value for name, value in versions if value]
+    said += [f"triton {machine.triton}"] if machine.triton else []
+    print(printable(f"{whose}: {', '.join(said) or 'no versions given'}"))
+    if not diagnosis.gpus:
+        print(printable(f"no GPU: {machine.reason}"))
+        print(
+            "formats run on the CPU in plain torch, as a reference and not fast; --gpu NAME asks about another machine"
+        )
+    for gpu in diagnosis.gpus:
+        print()
+        print(printable(_heading(gpu)))
+        if not gpu.is_known:
+            print("not in the catalogue: describe it in a file and ask with --gpu FILE.toml")
+            continue
+        rows = [
+            (f.format, f.mode.value, f.operand or "-", printable("; ".join(f.blocking) or f.reason))
+            for f in gpu.formats
+        ]
+        print_table(("format", "runs", "multiplied in", "because"), rows, num_left=3)
+    if diagnosis.unchecked:
+        print(
+            f"\nnot checked, since not {'given' if diagnosis.is_described else 'found'}: {', '.join(diagnosis.unchecked)}"
+        )
+    print(f"\nkernels: {KERNELS}")
+
+
+def _heading(gpu: "GpuDiagnosis") -> str:
+    from blockscale.pages import size
+
+    many = f"{gpu.count} x " if gpu.count > 1 else ""
+    return f"{many}{gpu.name}, {size(gpu.memory_bytes)}, capability {gpu.capability}"

@@ -1,0 +1,122 @@
+"""What decides whether an engine loads a checkpoint, gathered once."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blockscale.checkpoint.dialects.stored import StoredModel
+from blockscale.checkpoint.faults import Fault
+from blockscale.checkpoint.folder import HF_QUANT_CONFIG, Folder
+from blockscale.checkpoint.groups import expert_set
+from blockscale.checkpoint.linear import Scheme
+from blockscale.checkpoint.structure import text_config
+from blockscale.formats.spec import NVFP4
+from blockscale.inspection.reading import Reading
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_GGML_BLOCK = 64  # columns of an NVFP4 block there
+
+
+@dataclass(frozen=True)
+class Facts:
+    """method             quant_method; None for 16 bits
+    dialect            "modelopt" or "compressed-tensors", where linears are stored in one
+    settings           quantization_config of config.json
+    file_settings      what hf_quant_config.json says, without its wrapper
+    algorithm          quant_algo as vLLM and SGLang find it; file_algorithm: as TensorRT-LLM does
+    layer_algorithms   of a mixed modelopt checkpoint
+    schemes            of all quantized linears; expert_schemes: of those of experts
+    stack              a stack of experts in one tensor; "" without any
+    uneven_experts     a layer whose experts are not all stored alike; "" without any
+    pre_quant_scales   linears whose input is scaled by channel (AWQ)
+    num_untiled        NVFP4 linears whose K is no multiple of GGML's block
+    kv_format          of the KV cache, as the config announces it
+    """
+
+    method: str | None
+    dialect: str | None
+    model_type: str
+    settings: Mapping[str, Any]
+    file_settings: Mapping[str, Any] | None
+    algorithm: str
+    file_algorithm: str
+    layer_algorithms: frozenset[str]
+    schemes: frozenset[Scheme]
+    expert_schemes: frozenset[Scheme]
+    stack: str
+    uneven_experts: str
+    pre_quant_scales: tuple[str, ...]
+    num_untiled: int
+    kv_format: str | None
+    has_kv_scales: bool
+    has_tokenizer: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def groups(self) -> list[Mapping[str, Any]]:
+        """config_groups of a compressed-tensors config."""
+        content = self.settings.get("config_groups")
+        values = content.values() if isinstance(content, Mapping) else ()
+        return [group for group in values if isinstance(group, Mapping)]
+
+
+def gather_facts(reading: Reading, more_faults: Iterable[Fault]) -> Facts:
+    folder, model = reading.folder, reading.model
+    claims = {claim.file: claim for claim in model.claims} if model is not None else {}
+    by_file = {file: "" if claim.algorithm is None else str(claim.algorithm) for file, claim in claims.items()}
+    algorithm = by_file.get("config.json") or by_file.get(HF_QUANT_CONFIG, "")
+    linears = list(model.linears.values()) if model is not None else []
+    in_experts = [linear for linear in linears if expert_set(linear.name) is not None]
+    return Facts(
+        method=folder.method,
+        dialect=None if model is None else model.dialect,
+        model_type=_text_model_type(folder),
+        settings=folder.config.get("quantization_config") or {},
+        file_settings=_unwrapped(folder.quant_config),
+        algorithm=algorithm,
+        file_algorithm=by_file.get(HF_QUANT_CONFIG) or algorithm,
+        layer_algorithms=frozenset(a for c in claims.values() if c.layers for a in c.layers.values()),
+        schemes=_distinct(linear.scheme for linear in linears),
+        expert_schemes=_distinct(linear.scheme for linear in in_experts),
+        stack=next((linear.name for linear in linears if len(linear.shape) == 3), ""),
+        uneven_experts="" if model is None else _uneven_experts(model, reading.kept),
+        pre_quant_scales=tuple(linear.name for linear in linears if "pre_quant_scale" in linear.tensors),
+        num_untiled=sum(linear.scheme.weight is NVFP4 and linear.shape[-1] % _GGML_BLOCK > 0 for linear in linears),
+        kv_format=None if model is None else model.kv_format,
+        has_kv_scales=model is not None and bool(model.kv_tensors),
+        has_tokenizer=any(file.name in _TOKENIZERS for file in folder.companions),
+        faults=(*reading.faults, *more_faults),
+    )
+
+
+def _text_model_type(folder: Folder) -> str:
+    """Of the language model, which the config of a multimodal one may leave to its class."""
+    outer, inner = folder.config.get("model_type"), text_config(folder.config)
+    own = inner.get("model_type")
+    if inner is not folder.config and own is None and isinstance(outer, str):
+        return f"{outer}_text"
+    return own if isinstance(own, str) else ""
+
+
+def _unwrapped(quant_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    inner = None if quant_config is None else quant_config.get("quantization")
+    return inner if isinstance(inner, Mapping) else quant_config
+
+
+def _distinct(schemes: Iterable[Scheme]) -> frozenset[Scheme]:
+    """Most are one object, and hashing a scheme costs more than all else here."""
+    return frozenset({id(scheme): scheme for scheme in schemes}.values())
+
+
+def _uneven_experts(model: StoredModel, kept: Iterable[str]) -> str:
+    """Engines run all experts of a layer in one kernel."""
+    found: dict[str, dict[int, Scheme | None]] = {}
+    for linear in model.linears.values():
+        experts = expert_set(linear.name)
+        if experts is not None:
+            found.setdefault(experts, {})[id(linear.scheme)] = linear.scheme
+    for name in kept:
+        experts = expert_set(name)
+        if experts in found and name.endswith(".weight"):
+            found[experts][id(None)] = None
+    return next((experts for experts, schemes in found.items() if len(set(schemes.values())) > 1), "")

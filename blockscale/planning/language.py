@@ -1,0 +1,70 @@
+"""The texts of a plan's page in several languages, and how each writes numbers."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from blockscale.errors import UsageError
+from blockscale.pages import number
+from blockscale.planning.predict import Estimate
+
+LANGUAGES = ("en", "pt-BR")
+
+
+@dataclass(frozen=True)
+class Language:
+    """`texts`: key -> text with names in braces."""
+
+    code: str
+    texts: Mapping[str, str]
+
+    def text(self, key: str, **values: object) -> str:
+        return self.texts[key].format(**values)
+
+    def word(self, name: str) -> str:
+        """Of a name that the planner uses, like `weights`; those without a translation stay as they are."""
+        return self.texts.get(f"word.{name}", name)
+
+    def number(self, x: float | None, digits: int = 3) -> str:
+        return self._own(_plain(x, digits))
+
+    def range(self, estimate: Estimate | None, digits: int = 3, scale: float = 1.0) -> str:
+        """`9.8 to 10.4`."""
+        if estimate is None:
+            return ""
+        low, high = self.number(estimate.low * scale, digits), self.number(estimate.high * scale, digits)
+        return self.text("range", low=low, high=high)
+
+    def gigabytes(self, num_bytes: float) -> str:
+        return f"{self._own(f'{num_bytes / 1e9:,.1f}')} GB"
+
+    def percentage(self, share: float) -> str:
+        return f"{self._own(f'{100 * share:.0f}')} %"
+
+    def _own(self, figure: str) -> str:
+        if self.code == "pt-BR":
+            return figure.translate(str.maketrans(",.", ".,"))
+        return figure
+
+
+def _plain(x: float | None, digits: int) -> str:
+    """Whole numbers in full and with separators of thousands."""
+    if x is not None and 10 ** (digits - 1) <= abs(x) < float("inf"):
+        rounded = float(f"{x:.{digits}g}")
+        return f"{rounded:,.0f}"
+    return number(x, digits)
+
+
+@cache
+def language(code: str) -> Language:
+    """UsageError for one that there is not."""
+    known = {name.lower(): name for name in LANGUAGES}
+    name = known.get(code.lower().replace("_", "-")) or known.get({"pt": "pt-br"}.get(code.lower(), ""))
+    if name is None:
+        near = difflib.get_close_matches(code, LANGUAGES, 1) or LANGUAGES
+        raise UsageError(f"no texts in language '{code}'", hint="languages: " + ", ".join(near))
+    text = resources.files("blockscale.planning").joinpath(f"words.{name}.toml").read_text(encoding="utf-8")
+    return Language(name, tomllib.loads(text))

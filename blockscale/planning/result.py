@@ -1,0 +1,272 @@
+"""What `plan` answers, as one frozen value, and as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blockscale.errors import CheckFailed
+from blockscale.planning.choice import Choice
+from blockscale.planning.language import language
+from blockscale.planning.memory import MemoryPlan
+from blockscale.planning.native import FormatUse
+from blockscale.planning.predict import Estimate, Workload
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A term of a step: its own time, its share of the step, and how often it fits into the largest term."""
+
+    name: str
+    ms: float
+    share: float
+    times_away: float
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One point of throughput against latency: so many sequences decoded together, per replica."""
+
+    sequences: int
+    itl_ms: Estimate
+    ttft_ms: Estimate
+    tokens_per_s_per_gpu: Estimate
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """Weights of one part of the model, over all its GPUs."""
+
+    name: str
+    format: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to know; `key` of the language files, with what is filled in."""
+
+    key: str
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A latency that was asked for. `is_sure`: met at the unfavourable end of the 80 % interval, too."""
+
+    name: str
+    limit_ms: float
+    is_met: bool
+    is_sure: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """A configuration that meets the targets: with as many replicas as the workload needs.
+
+    batch           sequences decoded together by a replica
+    is_sure         the targets hold at the unfavourable ends of the 80 % intervals, too
+    is_best         no other that was found is better in one of objective, ITL and GPUs and as good in the others
+    """
+
+    choice: Choice
+    batch: float
+    itl_ms: Estimate
+    ttft_ms: Estimate
+    tokens_per_s: Estimate
+    is_sure: bool
+    cost_per_million_tokens: float | None = None
+    joules_per_output_token: float | None = None
+    is_best: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        return self.choice.layout.num_gpus
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """`found`: best first. `tried`: configurations that were looked at.
+
+    nearest_miss  where nothing meets the targets, the one that comes closest, and by what factor it misses
+    """
+
+    found: tuple[Found, ...]
+    tried: int
+    objective: str
+    nearest_miss: tuple[Choice, float] | None
+
+    def shown(self, most: int = 12) -> tuple[Found, ...]:
+        """The best ones, and beyond them those that none is better than."""
+        return tuple(found for i, found in enumerate(self.found) if i < most or found.is_best)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Everything that `plan` knows about one configuration. Predicted figures are None where it does not fit.
+
+    missing_bytes          that each GPU lacks for one sequence; 0 where it fits
+    nearest                configurations close to this one that do fit, closest first
+    kv_bytes_per_token     over all layers and GPUs of a replica
+    max_sequences          of the workload's length that are admitted, over all replicas
+    limit                  what holds the number of sequences: memory, engine, or requests
+    waiting                requests in flight that are not admitted
+    utilization            of what could be served at a rate; above 1 the queue grows without end
+    bound                  what a token's time goes to first
+    search                 what else was found, where targets were searched for
+    compared               other configurations under the same workload
+    """
+
+    model: str
+    num_parameters: int
+    active_parameters: int
+    origin: str
+    choice: Choice
+    engine: str | None
+    workload: Workload
+    fits: bool
+    missing_bytes: float
+    nearest: tuple[Choice, ...]
+    weights_bytes: int
+    weights_are_exact: bool
+    parts: tuple[PartRow, ...]
+    formats: tuple[FormatUse, ...]
+    memory: MemoryPlan
+    kv_bytes_per_token: float
+    max_sequences: int
+    limit: str
+    sequences: float | None
+    waiting: float | None
+    utilization: float | None
+    ttft_ms: Estimate | None
+    itl_ms: Estimate | None
+    output_tokens_per_s_per_gpu: Estimate | None
+    bound: str | None
+    decode_bounds: tuple[Bound, ...]
+    prefill_bounds: tuple[Bound, ...]
+    curve: tuple[CurvePoint, ...]
+    targets: tuple[Target, ...]
+    priors: str
+    notices: tuple[Notice, ...]
+    search: SearchResult | None = None
+    compared: tuple["PlanResult", ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.choice.name
+
+    @property
+    def num_gpus(self) -> int:
+        return self.choice.layout.num_gpus
+
+    @property
+    def bits_per_parameter(self) -> float:
+        return 8 * self.weights_bytes / self.num_parameters
+
+    @property
+    def output_tokens_per_s(self) -> Estimate | None:
+        """Of all GPUs together."""
+        each = self.output_tokens_per_s_per_gpu
+        return None if each is None else each.scaled(self.num_gpus)
+
+    @property
+    def meets_targets(self) -> bool:
+        return self.fits and all(target.is_met for target in self.targets)
+
+    def check_targets(self) -> None:
+        """CheckFailed if a target that was asked for is not met."""
+        missed = [target for target in self.targets if not target.is_met]
+        if missed:
+            limits = ", ".join(f"{target.name} {target.limit_ms:g} ms" for target in missed)
+            raise CheckFailed(f"not met: {limits}", hint="leave --layout or --gpu out, and what meets it is searched")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; each predicted figure as value, low and high."""
+        choice, gpu, english = self.choice, self.choice.gpu, language("en")
+        return {
+            "model": self.model,
+            "origin": self.origin,
+            "num_parameters": self.num_parameters,
+            "active_parameters": self.active_parameters,
+            "gpu": gpu.key,
+            "gpu_name": gpu.name,
+            "gpus": self.num_gpus,
+            "layout": choice.layout.name,
+            "format": choice.format,
+            "kv_cache": choice.cache,
+            "engine": self.engine,
+            "workload": _plain(self.workload),
+            "fits": self.fits,
+            "missing_bytes": self.missing_bytes,
+            "nearest": [_choice(near) for near in self.nearest],
+            "weights_bytes": self.weights_bytes,
+            "weights_are_exact": self.weights_are_exact,
+            "bits_per_parameter": self.bits_per_parameter,
+            "weights": [_plain(row) for row in self.parts],
+            "memory": {
+                "gpu_bytes": self.memory.gpu_bytes,
+                "usable_bytes": self.memory.usable_bytes,
+                "parts": dict(self.memory.parts),
+                "free_bytes": self.memory.free_bytes,
+                "sequence_bytes": self.memory.sequence_bytes,
+            },
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "max_sequences": self.max_sequences,
+            "sequences": self.sequences,
+            "limit": self.limit,
+            "waiting": self.waiting,
+            "utilization": self.utilization,
+            "ttft_ms": _plain(self.ttft_ms),
+            "itl_ms": _plain(self.itl_ms),
+            "output_tokens_per_s_per_gpu": _plain(self.output_tokens_per_s_per_gpu),
+            "output_tokens_per_s": _plain(self.output_tokens_per_s),
+            "bound": self.bound,
+            "bounds": {
+                "decode": [_plain(bound) for bound in self.decode_bounds],
+                "prefill": [_plain(bound) for bound in self.prefill_bounds],
+            },
+            "formats": [{**_plain(use), "bits": use.bits} for use in self.formats],
+            "curve": [_plain(point) for point in self.curve],
+            "targets": [_plain(target) for target in self.targets],
+            "priors": self.priors,
+            "notices": [english.text(notice.key, **notice.values) for notice in self.notices],
+            **({} if self.search is None else {"search": _search(self.search)}),
+            **({} if not self.compared else {"compared": [other.to_dict() for other in self.compared]}),
+        }
+
+
+def _search(search: SearchResult) -> dict[str, Any]:
+    return {
+        "objective": search.objective,
+        "tried": search.tried,
+        "found": [
+            {**_choice(found.choice), **{name: _plain(getattr(found, name)) for name in _FOUND}}
+            for found in search.found
+        ],
+    }
+
+
+_FOUND = (
+    *("batch", "itl_ms", "ttft_ms", "tokens_per_s", "cost_per_million_tokens", "joules_per_output_token"),
+    *("is_sure", "is_best"),
+)
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "gpu": choice.gpu.key,
+        "gpus": choice.layout.num_gpus,
+        "layout": choice.layout.name,
+        "format": choice.format,
+        "kv_cache": choice.cache,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Frozen dataclasses of plain fields as dicts, one level in another."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,82 @@
+"""The catalogue: names, units, native formats, and files that users write."""
+
+from pathlib import Path
+
+import pytest
+
+from blockscale.errors import UsageError
+from blockscale.planning.hardware import catalogue, find_gpu, read_gpu
+
+
+def test_every_entry_is_whole() -> None:
+    for key, gpu in catalogue().items():
+        assert gpu.memory_bytes > 2e10, key
+        assert 2e11 < gpu.bandwidth.value < 3e13, key
+        for figure in (gpu.bandwidth, *gpu.peaks.values()):
+            assert figure.low <= figure.value <= figure.high, key
+
+
+def test_peaks_are_dense() -> None:
+    """Headlines count zeros that sparsity skips."""
+    assert find_gpu("b200").peak("fp4").value == 9e15
+    assert find_gpu("gb200").peak("fp8").value == 5e15
+    assert find_gpu("rtx-5090").peak("fp4").value == pytest.approx(1.676e15)
+    assert find_gpu("b300").peak("int8").value < 2e14  # Blackwell Ultra gave its int8 units up
+
+
+@pytest.mark.parametrize(
+    ("gpu", "weight", "activation", "operand", "is_native"),
+    [
+        ("b200", "nvfp4", "nvfp4", "fp4", True),
+        ("b200", "nvfp4", None, "bf16", False),
+        ("h200", "nvfp4", "nvfp4", "bf16", False),
+        ("h200", "nvfp4", "fp8", "fp8", False),
+        ("h200", "fp8", "fp8", "fp8", True),
+        ("a100", "fp8", "fp8", "bf16", False),
+        ("mi355x", "nvfp4", "nvfp4", "bf16", False),
+        ("mi355x", "mxfp4", "mxfp4", "fp4", True),
+        ("b200", "mxfp4", "mxfp8", "fp8", True),
+        ("b200", "bf16", None, "bf16", True),
+        ("b200", "int4", None, "bf16", False),
+    ],
+)
+def test_what_is_native(gpu: str, weight: str, activation: str | None, operand: str, is_native: bool) -> None:
+    assert find_gpu(gpu).compute_format(weight, activation) == (operand, is_native)
+
+
+@pytest.mark.parametrize("name", ["H200", "nvidia-h200", "h200_sxm", "B200", "GB10", "rtx 5090"])
+def test_names_people_write(name: str) -> None:
+    assert find_gpu(name).memory_bytes > 0
+
+
+def test_an_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(UsageError, match="no GPU 'h20o'") as caught:
+        find_gpu("h20o")
+    assert "h200" in caught.value.hint
+
+
+def test_a_gpu_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("memory_bytes = 50e9\nbandwidth_tb_per_s = 2.0\npeak_tflops = { bf16 = 100, fp8 = 200 }\n")
+    gpu = find_gpu(str(file))
+    assert (gpu.key, gpu.memory_bytes, gpu.bandwidth.value, gpu.peak("fp8").value) == ("mine", 50e9, 2e12, 2e14)
+    assert gpu.compute_format("nvfp4", "nvfp4") == ("bf16", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("memory_bytes = 1", "lacks bandwidth_tb_per_s, peak_tflops"),
+        ("memory_bytes = 'much'\nbandwidth_tb_per_s = 1\npeak_tflops = {}", "wrong type"),
+        ("memory_bytes = [", "not valid TOML"),
+        ("memory_bytes = 1\nbandwidth_tb_per_s = 1\npeak_tflops = 3", "wrong type"),
+    ],
+)
+def test_a_file_that_makes_no_sense(text: str, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=what) as caught:
+        read_gpu(file)
+    assert caught.value.hint
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_gpu(tmp_path / "absent.toml")
