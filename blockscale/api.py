@@ -382,6 +382,7 @@ __all__ = [
     "demo_gguf",
     "evaluate",
     "fetch_demo",
+    "load_recipe",
     "inspect",
     "lint",
     "mend",

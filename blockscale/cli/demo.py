@@ -1,4 +1,4 @@
-"""The whole way on a small model that comes as a package: quantize, evaluate, generate, report.
+"""The whole way on a small model that comes as a package: quantize, lint, evaluate, generate, report.
 
 Uses SmolLM2-135M-Instruct and the package's own texts, and needs no network once the model is installed. The
 model's weights come from 4 bits themselves, which makes its loss larger than other models': the figures compare
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockscale.api import Report, Summary
+    from blockscale.inspection.findings import LintReport
 
 NAME = "demo"
 HELP = "the whole way on a small embedded model"
@@ -59,6 +60,7 @@ class DemoResult:
     checkpoint: Path
     report_path: Path
     summary: "Summary"
+    lint: "LintReport"
     report: "Report"
     completion: str
     reference_completion: str
@@ -73,14 +75,17 @@ class DemoResult:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         own = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self).items()}
-        return {**own, "prompt": PROMPT, "summary": self.summary.to_dict(), "report": self.report.to_dict()}
+        told = {name: getattr(self, name).to_dict() for name in ("summary", "lint", "report")}
+        return {**own, **told, "prompt": PROMPT}
 
 
 def run_demo(out: Path, recipe: str, progress: Callable[[str, int, int], None] | None = None) -> DemoResult:
-    """Quantizes to `out`/model-RECIPE, evaluates against the 16-bit model on the package's English and Portuguese
-    texts, generates with both, and writes `out`/report.html. An earlier demo's checkpoint is replaced."""
+    """Quantizes to `out`/model-RECIPE, looks for faults, evaluates against the 16-bit model on the package's English
+    and Portuguese texts, generates with both, and writes `out`/report.html. An earlier demo's checkpoint is replaced."""
     from blockscale import api, texts
+    from blockscale.conversion.linting import lint
 
+    api.load_recipe(recipe)  # before there is a folder for it
     checkpoint, report_path = out / f"model-{recipe}", out / "report.html"
     if (checkpoint / "blockscale.json").is_file():  # ours, from an earlier run
         shutil.rmtree(checkpoint)
@@ -95,11 +100,12 @@ def run_demo(out: Path, recipe: str, progress: Callable[[str, int, int], None] |
         progress=progress,
     )
     middle = time.monotonic()
+    findings = lint(checkpoint, source="demo", progress=progress)
     report = api.evaluate(checkpoint, "demo", report=report_path, max_tokens=EVALUATION_TOKENS, progress=progress)
     end = time.monotonic()
     text, reference_text = (api.LLM(m).generate([PROMPT], max_tokens=24)[0].text for m in (checkpoint, "demo"))
     seconds = {"quantize": middle - begin, "evaluate": end - middle, "generate": time.monotonic() - end}
-    return DemoResult(recipe, checkpoint, report_path, summary, report, text, reference_text, seconds)
+    return DemoResult(recipe, checkpoint, report_path, summary, findings, report, text, reference_text, seconds)
 
 
 def _wants_fetch() -> bool:
@@ -125,6 +131,8 @@ def _print_result(result: DemoResult) -> None:
         f"{summary.num_bytes / 1e6:.0f} MB, {summary.bits_per_parameter:.2f} bits per parameter "
         f"({result.bits_per_linear_parameter:.2f} in the linear layers), {result.seconds['quantize']:.0f} s"
     )
+    lint = result.lint
+    print(f"  linted     {lint.num_errors} errors, {lint.count('warning')} warnings, compared with its source")
     print(f"  evaluated  {result.seconds['evaluate']:.0f} s")
     print()
     print_report(result.report)
