@@ -39,6 +39,7 @@ check: install
 docs: install
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_lint.py
+	$(BIN)/python docs/generate_claims.py
 
 clean:
 	rm -rf $(VENV) demo-out

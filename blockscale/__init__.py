@@ -8,6 +8,7 @@
     bs.convert("model-nvfp4", "model-ct", to="compressed-tensors")
     report = bs.evaluate("model-nvfp4", reference="model", text=["test.txt"])
     bs.LLM("model-nvfp4").generate(["2 + 2 ="], max_tokens=8)
+    bs.plan("model", gpu="h200", input=1024, output=1024, concurrency=64).itl_ms
 
 Names are loaded when first used, so that importing the package costs nothing.
 """
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockscale.api import LLM, convert, evaluate, quantize
-    from blockscale.conversion.linting import lint
+    from blockscale.conversion.repair.lint import lint
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
     from blockscale.inspection.inspect import inspect
+    from blockscale.planning.doctor import doctor
+    from blockscale.planning.planner import plan
     from blockscale.quantization.recipe import Recipe
     from blockscale.quantization.weight import quantize_tensor
 
@@ -28,10 +31,12 @@ __all__ = [
     "QuantizedTensor",
     "Recipe",
     "convert",
+    "doctor",
     "evaluate",
     "inspect",
     "lint",
     "mse",
+    "plan",
     "quantize",
     "quantize_tensor",
     "sqnr",
@@ -40,9 +45,11 @@ __all__ = [
 _HOMES = {
     "LLM": "blockscale.api",
     "convert": "blockscale.api",
+    "doctor": "blockscale.planning.doctor",
     "evaluate": "blockscale.api",
     "inspect": "blockscale.inspection.inspect",
-    "lint": "blockscale.conversion.linting",
+    "lint": "blockscale.conversion.repair.lint",
+    "plan": "blockscale.planning.planner",
     "quantize": "blockscale.api",
     "mse": "blockscale.formats.error",
     "sqnr": "blockscale.formats.error",

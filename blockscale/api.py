@@ -15,7 +15,7 @@ from blockscale.checkpoint.reader import DIALECTS, Checkpoint, bits_per_paramete
 from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import Source, open_source
 from blockscale.conversion.convert import check_weights, convert_checkpoint, num_quantized
-from blockscale.conversion.linting import lint, mend
+from blockscale.conversion.repair.lint import lint, mend
 from blockscale.conversion.summary import ConversionSummary
 from blockscale.errors import RecipeError, UsageError
 from blockscale.evaluation.gate import check_gates, require_reference
@@ -31,6 +31,8 @@ from blockscale.host.model import HostedModel, load_model, load_tokenizer
 from blockscale.inspection.findings import LintReport
 from blockscale.inspection.inspect import inspect
 from blockscale.inspection.inventory import Inspection
+from blockscale.planning.doctor import doctor
+from blockscale.planning.planner import plan
 from blockscale.quantization import pipeline
 from blockscale.quantization.calibrate import MAX_TOKENS, WINDOW, CalibrationData, calibrate, tokenize
 from blockscale.quantization.pipeline import Progress
@@ -380,12 +382,14 @@ __all__ = [
     "check_gates",
     "convert",
     "demo_gguf",
+    "doctor",
     "evaluate",
     "fetch_demo",
-    "load_recipe",
     "inspect",
     "lint",
+    "load_recipe",
     "mend",
+    "plan",
     "quantize",
     "require_reference",
 ]

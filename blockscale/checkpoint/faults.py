@@ -13,6 +13,7 @@ class Fault:
     rule      name of the lint rule that it breaks, as in `blockscale.inspection.rules`
     where     the file, module or tensor
     is_fatal  whether the checkpoint cannot be read with it
+    tensors   names of the stored tensors that are wrong, where `where` does not say which
     """
 
     rule: str
@@ -20,6 +21,7 @@ class Fault:
     message: str
     hint: str = ""
     is_fatal: bool = True
+    tensors: tuple[str, ...] = ()
 
 
 def raise_first(faults: Iterable[Fault]) -> None:

@@ -21,10 +21,26 @@ def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
 
 def assemble(linear: StoredLinear, data: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedLinear:
     """The same from tensors by role, as they are stored."""
-    fmt = linear.scheme.weight
-    packed, block_scale = data["packed"], data["block_scale"]
+    packed = data["packed"].transpose(-1, -2).contiguous() if linear.is_transposed else data["packed"]
+    block_scale, global_scale, input_global_scale = _scales(linear, data)
+    return QuantizedLinear(
+        linear.scheme,
+        QuantizedTensor(linear.scheme.weight, packed, block_scale, global_scale, linear.shape, dtype),
+        input_global_scale,
+        data.get("pre_quant_scale"),
+    )
+
+
+def check_scales(linear: StoredLinear) -> None:
+    """What `load_linear` checks, without reading the codes."""
+    _scales(linear, {role: read_tensor(info) for role, info in linear.tensors.items() if role != "packed"})
+
+
+def _scales(linear: StoredLinear, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of blocks, of the whole weight and of the input: checked, and in this program's directions."""
+    fmt, block_scale = linear.scheme.weight, data["block_scale"]
     if linear.is_transposed:
-        packed, block_scale = packed.transpose(-1, -2).contiguous(), block_scale.transpose(-1, -2).contiguous()
+        block_scale = block_scale.transpose(-1, -2).contiguous()
     if fmt.scale is ScaleType.E8M0:
         block_scale = block_scale.view(torch.uint8)
     elif fmt.granularity is Granularity.CHANNEL:
@@ -32,14 +48,12 @@ def assemble(linear: StoredLinear, data: Mapping[str, Tensor], dtype: torch.dtyp
     elif fmt.granularity is Granularity.TENSOR:
         block_scale = block_scale.float().reshape(())
     _check_block_scale(linear, block_scale)
-    global_scale = _multiplier(linear, "global_scale", data, is_divisor=linear.has_divisors)
     activation = linear.scheme.activation
     is_divisor = linear.has_divisors and activation is not None and activation.has_global_scale
-    return QuantizedLinear(
-        linear.scheme,
-        QuantizedTensor(fmt, packed, block_scale, global_scale, linear.shape, dtype),
+    return (
+        block_scale,
+        _multiplier(linear, "global_scale", data, is_divisor=linear.has_divisors),
         _multiplier(linear, "input_global_scale", data, is_divisor=is_divisor),
-        data.get("pre_quant_scale"),
     )
 
 

@@ -82,6 +82,7 @@ def view_as_16bit(folder: Folder) -> Source:
             hint="quantize from the 16-bit model that it was made from",
         )
     tensors = views[method](folder)
+    _check_plain(folder, [tensor.stored[0] for tensor in tensors.values() if tensor.is_plain])
     used = [info.name for t in tensors.values() for info in t.stored]
     assert sorted(used) == sorted(folder.tensors), "a stored tensor is missing from the view"
     config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
@@ -96,15 +97,20 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 _PACKED_NAMES = (".weight", "_packed", "_blocks")
 
 
-def _plain(folder: Folder) -> dict[str, SourceTensor]:
-    for info in folder.tensors.values():
+def _check_plain(folder: Folder, infos: Sequence[TensorInfo]) -> None:
+    """CheckpointError for codes among what should be numbers."""
+    for info in infos:
         is_packed = info.dtype == "U8" and info.name.endswith(_PACKED_NAMES)
         is_integer = info.dtype == "I32" and info.name.endswith(".qweight")
         if info.dtype in _FLOAT8 or is_packed or is_integer:
+            said = "no quantization" if folder.method is None else f"the quantization {folder.method}, which has none"
             raise CheckpointError(
-                f"{folder.path}: '{info.name}' is {info.dtype}, but config.json names no quantization",
+                f"{folder.path}: '{info.name}' is {info.dtype}, but config.json names {said}",
                 hint="without its scales' meaning it cannot be read; restore quantization_config in config.json",
             )
+
+
+def _plain(folder: Folder) -> dict[str, SourceTensor]:
     return {name: as_itself(info) for name, info in folder.tensors.items()}
 
 

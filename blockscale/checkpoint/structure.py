@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from blockscale.checkpoint.groups import expert_set
@@ -53,6 +53,13 @@ def matches(pattern: str, module: str) -> bool:
     """Whether a glob names the module, or (without a wildcard) a module above it."""
     pattern = pattern.removesuffix(".weight")
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
+
+
+def nearest(module: str, known: Container[str]) -> str | None:
+    """The module itself, or the nearest one above it, that is `known`."""
+    while module and module not in known:
+        module = module.rpartition(".")[0]
+    return module or None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.source import SourceTensor
 
 _MAX_WORKERS = 4
-_COPY_BYTES = 64 << 20  # what a tensor of any size takes at most that is copied: it goes in pieces
+COPY_BYTES = 64 << 20  # what a tensor of any size takes at most that is copied: it goes in pieces
 _HELD_BYTES = 512 << 20
 
 
@@ -61,5 +61,5 @@ def copy_unit(tensor: SourceTensor, output: OutputFolder) -> Unit:
         else:
             output.write(tensor.name, tensor.read())
 
-    held = min(tensor.num_bytes, _COPY_BYTES) if tensor.is_plain else 2 * tensor.num_bytes
+    held = min(tensor.num_bytes, COPY_BYTES) if tensor.is_plain else 2 * tensor.num_bytes
     return Unit(tensor.name, tensor.num_bytes, held, run)

@@ -80,10 +80,10 @@ class DemoResult:
 
 
 def run_demo(out: Path, recipe: str, progress: Callable[[str, int, int], None] | None = None) -> DemoResult:
-    """Quantizes to `out`/model-RECIPE, looks for faults, evaluates against the 16-bit model on the package's English
-    and Portuguese texts, generates with both, and writes `out`/report.html. An earlier demo's checkpoint is replaced."""
+    """Quantizes to `out`/model-RECIPE, lints that, evaluates it against the 16-bit model on the package's English and
+    Portuguese texts, generates with both, and writes `out`/report.html. An earlier demo's checkpoint is replaced."""
     from blockscale import api, texts
-    from blockscale.conversion.linting import lint
+    from blockscale.conversion.repair.lint import lint
 
     api.load_recipe(recipe)  # before there is a folder for it
     checkpoint, report_path = out / f"model-{recipe}", out / "report.html"

@@ -69,9 +69,8 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         ]
         print_table(("format", "runs", "multiplied in", "because"), rows, num_left=3)
     if diagnosis.unchecked:
-        print(
-            f"\nnot checked, since not {'given' if diagnosis.is_described else 'found'}: {', '.join(diagnosis.unchecked)}"
-        )
+        why = "given" if diagnosis.is_described else "found"
+        print(f"\nnot checked, since not {why}: {', '.join(diagnosis.unchecked)}")
     print(f"\nkernels: {KERNELS}")
 
 

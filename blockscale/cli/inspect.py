@@ -9,9 +9,8 @@ examples:
 """
 
 import argparse
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from blockscale.cli.output import notice, print_json, progress_bar
+    from blockscale.cli.output import no_collection, notice, print_json, progress_bar
     from blockscale.inspection.inspect import inspect  # not through api, which imports torch
 
-    with _no_collection(), progress_bar() if args.scales else nullcontext() as progress:
+    with no_collection(), progress_bar() if args.scales else nullcontext() as progress:
         inspection = inspect(args.model, scales=args.scales, report=args.report, progress=progress)
     for message in inspection.notices:
         notice(message)
@@ -48,18 +47,6 @@ def run(args: argparse.Namespace) -> None:
         print_json(inspection.to_dict(), one_item_a_line=True)
     else:
         print_inspection(inspection, every=args.all)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Of garbage: there is none among hundreds of thousands of tensors, and looking takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def print_inspection(inspection: "Inspection", *, every: bool = False) -> None:

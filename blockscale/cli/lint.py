@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockscale.conversion.repair import RepairSummary
+    from blockscale.conversion.repair.repair import RepairSummary
     from blockscale.inspection.findings import Finding, LintReport
 
 NAME = "lint"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _outcome(args: argparse.Namespace, progress: Progress) -> "tuple[LintReport, RepairSummary | None]":
     """What lint says: of the mended checkpoint, where one was asked for."""
-    from blockscale.conversion.linting import lint, mend  # not through api, which imports torch
+    from blockscale.conversion.repair.lint import lint, mend  # not through api, which imports torch
 
     options = {"source": args.source, "tensor_parallel": args.tensor_parallel, "progress": progress}
     gc.disable()  # hundreds of thousands of small objects and no garbage: walking them takes longer than making them

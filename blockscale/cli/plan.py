@@ -40,17 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--itl-ms", type=float, metavar="X", help="target: milliseconds between tokens")
     add("--objective", default="cost", metavar="O", help="of a search: cost, energy or gpus (default: cost)")
     add("--compare", action="append", default=[], metavar="F@GPU", help="beside it: fp8@h200, fp8@8xh200:tp8 ...")
+    add(
+        "--calibrate",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="fit to runs of an engine's own benchmark, and keep the fit",
+    )
+    add("--calibration-file", metavar="FILE", help="where fits are kept (default: the user's configuration)")
+    add("--engine-version", metavar="V", help="whose fit is used")
+    add("--assumptions", metavar="FILE.yaml", help="sets what energy and cost assume")
+    add("--show-assumptions", action="store_true", help="print them as such a file, to start your own from")
+    add("--country", metavar="CC", help="whose prices, tariffs and taxes: US, EU or BR (default: US)")
     add("--report", metavar="OUT.html", help="write one self-contained page")
     add("--language", default="en", metavar="L", help="of the page: en or pt-BR")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    from blockscale.cli.output import print_json
+    from blockscale.cli.output import no_collection, print_json
     from blockscale.planning.planner import plan  # not through api, which imports torch
 
-    options = {k: v for k, v in vars(args).items() if k not in ("verb", "json")}
-    result = plan(**options)
+    if args.show_assumptions:
+        from blockscale.planning.assumptions import load_assumptions, to_yaml
+
+        print(to_yaml(load_assumptions(args.assumptions, args.country)), end="")
+        return
+    options = {k: v for k, v in vars(args).items() if k not in ("verb", "json", "show_assumptions")}
+    with no_collection():
+        result = plan(**options)
     if args.json:
         print_json(result.to_dict())
     else:
@@ -77,7 +95,9 @@ def print_plan(result: "PlanResult") -> None:
     print()
     for notice in sentences.notices(result, words):
         print(printable(f"note: {notice}"))
-    print(f"predictions: efficiencies fitted to {result.priors}; in brackets 80 % intervals")
+    print(f"predictions: {words.word(result.priors)}; in brackets 80 % intervals")
+    if result.wall_watts is not None:
+        print(f"energy and cost: assumptions for {result.country}, dated and settable; --json and --report list them")
 
 
 def _print_figures(result: "PlanResult") -> None:
@@ -86,7 +106,9 @@ def _print_figures(result: "PlanResult") -> None:
 
     columns = [dict(_figures(one)) for one in (result, *result.compared)]
     names = [one.name for one in (result, *result.compared)]
-    rows = [(row, *(column[row] for column in columns)) for row in columns[0] if any(c[row] != "-" for c in columns)]
+    titles = dict.fromkeys(row for column in columns for row in column)
+    rows = [(row, *(column.get(row, "-") for column in columns)) for row in titles]
+    rows = [row for row in rows if any(cell != "-" for cell in row[1:])]
     print()
     print_table(("", *map(printable, names)), rows)
 
@@ -94,7 +116,7 @@ def _print_figures(result: "PlanResult") -> None:
 def _figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
     from blockscale.pages import number, size
 
-    yield "fits", "yes" if result.fits else f"no, {result.missing_bytes / 1e9:,.1f} GB a GPU are missing"
+    yield "fits", "yes" if result.fits else f"no, each GPU lacks {size(round(result.missing_bytes))}"
     yield "weights", f"{size(result.weights_bytes)}, {number(result.bits_per_parameter, 3)} bits a parameter"
     yield "KV cache a token", size(round(result.kv_bytes_per_token))
     yield "requests admitted", f"{result.max_sequences:,}"
@@ -103,6 +125,21 @@ def _figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
     yield "ITL", _interval(result.itl_ms, "ms")
     yield "tokens/s and GPU", _interval(result.output_tokens_per_s_per_gpu)
     yield "tokens/s", _interval(result.output_tokens_per_s)
+    bill = result.bill
+    yield "power at the wall", _interval(result.wall_watts, "W")
+    yield "power of the boards", "-" if bill.power is None else _interval(bill.power.board_watts, "W")
+    yield "with cooling", "-" if bill.power is None else _interval(bill.power.facility_watts, "W")
+    yield "J an output token", _interval(result.joules_per_output_token)
+    racks = bill.racks
+    yield "racks", "-" if racks is None else f"{racks.num_racks:,}, {number(racks.kw.value, 3)} kW nameplate"
+    cost = bill.cost
+    if cost is None:
+        return
+    yield f"{cost.currency} a million tokens", _interval(cost.per_million_tokens)
+    for part, amount in cost.parts.items():
+        yield f"  {part}", number(amount, 3)
+    yield f"{cost.currency} a month", f"{cost.per_month:,.0f}"
+    yield f"{cost.currency} to buy", "-" if cost.purchase is None else f"{cost.purchase.total:,.0f}"
 
 
 def _interval(estimate: "Estimate | None", unit: str = "") -> str:
@@ -110,50 +147,39 @@ def _interval(estimate: "Estimate | None", unit: str = "") -> str:
 
     if estimate is None:
         return "-"
-    words = language("en")
-    return (
-        f"{words.number(estimate.value)} {unit}".strip()
-        + f" [{words.number(estimate.low)}, {words.number(estimate.high)}]"
-    )
+    value, low, high = map(language("en").number, (estimate.value, estimate.low, estimate.high))
+    return f"{value} {unit}".rstrip() + f" [{low}, {high}]"
 
 
 def _print_memory(result: "PlanResult") -> None:
+    from blockscale.pages import size
+
     memory = result.memory
-    parts = [
-        (name, f"{size / 1e9:,.2f} GB", _share(size, memory.gpu_bytes)) for name, size in memory.parts.items() if size
-    ]
-    left = (
-        "free for the KV cache" if result.fits else "missing",
-        max(memory.free_bytes, 0) if result.fits else result.missing_bytes,
-    )
-    parts.append((left[0], f"{left[1] / 1e9:,.2f} GB", _share(left[1], memory.gpu_bytes)))
-    _table(("memory of each GPU", "size", f"of {memory.gpu_bytes / 1e9:,.1f} GB"), parts)
-    if result.fits:
-        print(
-            f"one request of {result.workload.input_tokens + result.workload.output_tokens:,} tokens takes {memory.sequence_bytes / 1e6:,.1f} MB of it"
-        )
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %"
+    parts = [*((name, held) for name, held in memory.parts.items() if held)]
+    parts.append(("free for the KV cache", memory.free_bytes) if result.fits else ("missing", result.missing_bytes))
+    rows = [(name, size(round(held)), f"{100 * held / memory.gpu_bytes:.1f} %") for name, held in parts]
+    _table(("memory of each GPU", "size", f"of {size(memory.gpu_bytes)}"), rows)
+    if memory.sequence_bytes:
+        tokens = result.workload.input_tokens + result.workload.output_tokens
+        print(f"each request of {tokens:,} tokens takes {size(round(memory.sequence_bytes))} of KV cache")
 
 
 def _print_bounds(result: "PlanResult") -> None:
-    for title, bounds in (
-        ("a token's time goes to", result.decode_bounds),
-        ("a prompt's time goes to", result.prefill_bounds),
-    ):
+    from blockscale.planning.language import language
+
+    words = language("en")
+    for title, bounds in (("a token", result.decode_bounds), ("a prompt", result.prefill_bounds)):
         rows = [
             (
-                b.name,
-                f"{b.ms:,.3g} ms",
-                f"{100 * b.share:.0f} %" if b.share else "hidden",
-                "active" if i == 0 else f"{b.times_away:,.3g} x away",
+                words.word(bound.name),
+                f"{words.number(bound.ms)} ms",
+                f"{100 * bound.share:.0f} %" if bound.share else "hidden",
+                f"{words.number(bound.times_away)} x away" if i else "active",
             )
-            for i, b in enumerate(bounds)
+            for i, bound in enumerate(bounds)
         ]
         if rows:
-            _table((title, "time", "share", "bound"), rows)
+            _table((f"{title} takes", "time", "share", "bound"), rows)
 
 
 def _print_curve(result: "PlanResult") -> None:
@@ -167,7 +193,7 @@ def _print_curve(result: "PlanResult") -> None:
         for point in result.curve
     ]
     if rows:
-        _table(("requests a replica", "ITL ms", "TTFT ms", "tokens/s and GPU"), rows)
+        _table(("requests a replica", "ITL, ms", "TTFT, ms", "tokens/s and GPU"), rows)
 
 
 def _print_found(result: "PlanResult") -> None:
@@ -189,11 +215,12 @@ def _print_found(result: "PlanResult") -> None:
         )
         for found in search.shown()
     ]
-    _table(("meets the targets", "batch", "ITL ms", "TTFT ms", "tokens/s", "$/M tokens", "J/token", "sure"), rows)
-    print(
-        f"{len(search.found)} of {search.tried} configurations meet the targets, best {words.text('objective.' + search.objective)} first; "
-        "*: none is better in objective, latency and GPUs together; sure: at the unfavourable end of the intervals, too"
-    )
+    money = f"{'' if result.bill.cost is None else result.bill.cost.currency + ' '}a M tokens"
+    titles = ("meets the targets", "batch", "ITL, ms", "TTFT, ms", "tokens/s", money, "J/token", "sure")
+    _table(titles, rows)
+    by = words.text(f"objective.{search.objective}")
+    print(f"{len(search.found)} of {search.tried} configurations meet the targets; least {by} first")
+    print("*: none is better in both this and ITL; sure: at the unfavourable end of the intervals, too")
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from blockscale.checkpoint.linear import MXFP4_W4A4
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
-from blockscale.checkpoint.structure import with_untied_head
+from blockscale.checkpoint.structure import nearest, with_untied_head
 from blockscale.conversion.rewrite import Progress, Written, source_record, write_checkpoint
 from blockscale.conversion.summary import ConversionSummary
 from blockscale.conversion.to_16bit import plain_jobs
@@ -109,20 +109,19 @@ def _provenance(checkpoint: Checkpoint, to: str, *, keeps_recipe: bool) -> Mappi
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """CheckpointError for weights that mean something only together with what the config alone says, and for empty
-    ones."""
-    config = checkpoint.folder.config.get("quantization_config") or {}
-    for key in ("transform_config", "sparsity_config"):
-        value = config.get(key) or {}
-        is_empty = isinstance(value, Mapping) and (value.get("format") == "dense" or not any(value.values()))
-        if not is_empty:
-            raise CheckpointError(
-                f"{checkpoint.path}: quantization_config has a {key}, which no other form of the checkpoint could keep",
-                hint="convert the 16-bit model that it was made from",
-            )
-    for linear in checkpoint.quantized.linears.values() if checkpoint.quantized else ():
+    """CheckpointError for a weight without elements, and for one that a further matrix belongs to: what it stands for
+    is more than its codes and scales (SVDQuant's low-rank part)."""
+    linears = checkpoint.quantized.linears if checkpoint.quantized else {}
+    for linear in linears.values():
         if 0 in linear.shape:
             raise CheckpointError(f"{linear.name}: an empty weight {list(linear.shape)}", hint="download it again")
+    for tensor in checkpoint.kept.values():
+        module = nearest(tensor.name.rpartition(".")[0], linears) if len(tensor.shape) > 1 else None
+        if module is not None and tensor.name != f"{module}.weight":  # a second copy is another error
+            raise CheckpointError(
+                f"'{tensor.name}' belongs to the quantized {module}, and what it does to it is not understood",
+                hint="convert a checkpoint that was made without it",
+            )
 
 
 def _not_quantized(checkpoint: Checkpoint) -> CheckpointError:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from blockscale.algorithms.scale_sweep import best_block_scale
-from blockscale.formats import nvfp4
-from blockscale.formats.minifloat import decode_table
+from blockscale.formats.minifloat import decode_table, encode
 from blockscale.formats.packing import unpack_nibbles
 from blockscale.formats.spec import E2M1, NVFP4
 from blockscale.formats.tensor import QuantizedTensor
@@ -29,7 +28,7 @@ _LOWEST, _HIGHEST = -9, 8  # powers of two that E4M3 has
 _MIN_EXPONENT = -126  # of the global scale: its reciprocal must be a normal number too
 _HALF_BYTES = 8  # 16 codes
 _MAGNITUDES = 0x7777777777777777  # of 16 codes: all but the signs
-_SLICE = 1 << 17  # halves
+_SLICE, _ROUNDED_SLICE = 1 << 17, 1 << 14  # halves
 # How often a magnitude (by its code without the sign: 0 .5 1 1.5 2 3 4 6) stays one when it is doubled, or halved.
 _DOUBLINGS = (9, 3, 2, 2, 1, 1, 0, 0)
 _HALVINGS = (9, 0, 1, 0, 2, 1, 3, 2)
@@ -113,19 +112,60 @@ def _cast(weight: QuantizedTensor, halves: Tensor, exponents: Tensor, has_values
 
 def _round(halves: Tensor, scale: Tensor, shifted: Tensor, is_out: Tensor) -> float:
     """Gives the halves that are out of range new codes and scales, in place, and returns the relative error that this
-    makes of the whole tensor. Everything is in units of the global scale."""
-    one = torch.ones(())
+    makes of the whole tensor. Everything is in units of the global scale.
+
+    Halves of one exponent have eight magnitudes between them, so what each scale makes of those is known beforehand,
+    and a half's error is the sum of theirs by how often it has them.
+    """
     squares, squared_error = _squares(halves, shifted), 0.0
-    for part in is_out.nonzero().squeeze(-1).split(_SLICE):
-        codes = unpack_nibbles(halves[part])
-        exact = decode_table(E2M1)[codes.int()].double() * 2.0 ** shifted[part].unsqueeze(-1).double()  # [n, 16]
-        rounded = exact.float()  # what fp32 cannot hold lies far below the grid
-        own_scale = best_block_scale(rounded, one)  # [n, 1]
-        packed = nvfp4.encode_packed(rounded, own_scale, one)
-        squared_error += (nvfp4.decode_packed(packed, own_scale, one).double() - exact).square_().sum().item()
-        halves[part] = packed
-        scale[part] = own_scale.view(torch.uint8).squeeze(-1)
+    positions = is_out.nonzero().squeeze(-1)
+    powers, order = shifted[positions].sort()
+    powers, sizes = powers.unique_consecutive(return_counts=True)
+    for power, alike in zip(powers.tolist(), positions[order].split(sizes.tolist()), strict=True):
+        choices = _choices(power)
+        for part in alike.split(_ROUNDED_SLICE):
+            least, choice = (_counts(halves[part]) @ choices.errors).min(-1)
+            squared_error += least.sum().item()
+            scale[part] = choices.scales[choice]
+            halves[part] = choices.bytes.view(-1)[256 * choice.unsqueeze(-1) + halves[part]]
     return math.sqrt(squared_error / squares)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Every E4M3 scale that values of one exponent may get, smallest first.
+
+    scales  uint8 [C]
+    errors  fp64 [8, C]: of each magnitude, squared
+    bytes   uint8 [C, 256]: what two codes become
+    """
+
+    scales: Tensor
+    errors: Tensor
+    bytes: Tensor
+
+
+def _choices(power: int) -> _Choices:
+    scales = torch.arange(1, 127, dtype=torch.uint8)
+    steps = scales.view(torch.float8_e4m3fn).double()
+    magnitudes = decode_table(E2M1)[:8].double() * 2.0**power
+    is_used = steps <= 4 * magnitudes[-1]  # above, all values become zero, which the smallest makes of them as well
+    is_used[0] = True
+    scales, steps = scales[is_used], steps[is_used].unsqueeze(-1)
+    codes = encode((magnitudes / steps).float(), E2M1)  # [C, 8]; what fp32 cannot hold lies far below the grid
+    errors = (decode_table(E2M1)[codes.int()].double() * steps - magnitudes).square()
+    low, high = torch.arange(256) & 7, torch.arange(256) >> 4 & 7
+    signs = torch.arange(256, dtype=torch.uint8) & 0x88
+    return _Choices(scales, errors.t().contiguous(), codes[:, low] | codes[:, high] << 4 | signs)
+
+
+def _counts(halves: Tensor) -> Tensor:
+    """fp64 [halves, 8]: how often each has each magnitude."""
+    byte = torch.arange(256)
+    each = one_hot(byte & 7, 8) + one_hot(byte >> 4 & 7, 8)
+    packed = each.to(torch.uint8).view(torch.int64).squeeze(-1)  # eight counters of a byte: none exceeds 16
+    sums = packed.index_select(0, halves.reshape(-1).int()).view(-1, _HALF_BYTES).sum(-1)
+    return sums.unsqueeze(-1).view(torch.uint8).double()
 
 
 def _squares(halves: Tensor, shifted: Tensor) -> float:

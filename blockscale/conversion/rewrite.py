@@ -26,14 +26,12 @@ from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.checkpoint.structure import kept_reason, module_name, unquantized_modules, with_untied_head
 from blockscale.checkpoint.tensors import torch_dtype
-from blockscale.checkpoint.units import Unit, run_units
+from blockscale.checkpoint.units import COPY_BYTES, Unit, run_units
 from blockscale.errors import CheckpointError, OutputError
 from blockscale.formats.tensor import check_finite
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 RECORD_NAME = "blockscale.json"
-
-_COPY_BYTES = 64 << 20  # what a copied tensor of any size takes at most
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Job:
     make: Callable[[], Made] | None = None
     linears: Mapping[str, tuple[Scheme, tuple[int, ...]]] = field(default_factory=dict)
     attention: str | None = None
-    held_bytes: int = _COPY_BYTES
+    held_bytes: int = COPY_BYTES
 
     @property
     def tensors(self) -> Layout:

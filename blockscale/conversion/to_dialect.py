@@ -7,6 +7,7 @@ its reciprocal, which fp32 holds to one unit in the last place; nothing else is 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from blockscale.checkpoint.dialects.stored import StoredLinear
 from blockscale.checkpoint.header import TensorInfo
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
-from blockscale.checkpoint.load import assemble, load_kv_scales
+from blockscale.checkpoint.load import assemble, check_scales, load_kv_scales
 from blockscale.checkpoint.output import Layout
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
 from blockscale.checkpoint.tensors import read_tensor, torch_dtype
@@ -27,6 +28,7 @@ from blockscale.formats.tensor import empty_like_quantized
 
 Linears = Mapping[str, QuantizedLinear]
 
+_LOOK_BYTES = 8  # held for each byte of block scales: a copy, fp32, masks
 _SMALLEST = 2.0**-126  # fp32's smallest normal number
 _TO_16BIT = "take --to bf16, and quantize that; or leave it in its dialect"
 
@@ -44,10 +46,11 @@ def dialect_jobs(checkpoint: Checkpoint, dialect: str) -> list[Job]:
 
 
 def linear_job(linear: StoredLinear, checkpoint: Checkpoint, dialect: str) -> Job:
-    """One linear: copied into its own dialect, made anew for another."""
+    """One linear: copied into its own dialect, made anew for another. In either case its scales are looked at."""
     assert checkpoint.quantized is not None
     if dialect == checkpoint.quantized.dialect:
-        return copy_linear(linear)
+        held = _LOOK_BYTES * linear.tensors["block_scale"].num_bytes
+        return _checked(copy_linear(linear), lambda: check_scales(linear), held)
 
     def make() -> tuple[Linears, Mapping[str, float]]:
         data = {role: read_tensor(info) for role, info in linear.tensors.items()}
@@ -59,6 +62,14 @@ def linear_job(linear: StoredLinear, checkpoint: Checkpoint, dialect: str) -> Jo
 
     outline = {linear.name: _outline(linear, checkpoint.dtype)}
     return made_linears(outline, make, list(linear.tensors.values()), dialect, checkpoint.folder.config)
+
+
+def _checked(copy: Job, check: Callable[[], object], held_bytes: int = 0) -> Job:
+    def make() -> Made:
+        check()
+        return Made({})
+
+    return replace(copy, make=make, held_bytes=max(copy.held_bytes, held_bytes))
 
 
 def made_linears(
@@ -93,7 +104,10 @@ def kv_jobs(checkpoint: Checkpoint, dialect: str) -> list[Job]:
     model = checkpoint.quantized
     assert model is not None
     if dialect == model.dialect:
-        return [copy_kv_scales(attention, infos) for attention, infos in model.kv_tensors.items()]
+        return [
+            _checked(copy_kv_scales(attention, infos), partial(load_kv_scales, infos))
+            for attention, infos in model.kv_tensors.items()
+        ]
     if kv_format_in(checkpoint, dialect) != model.kv_format:
         return []
     return [_kv_job(attention, infos, dialect) for attention, infos in model.kv_tensors.items()]

@@ -192,7 +192,6 @@ _SINGLE: dict[str, Callable[[bytes], float]] = {
     "F8_E5M2": lambda raw: float(struct.unpack("<e", b"\0" + raw)[0]),  # the upper half of fp16
     "F8_E4M3": lambda raw: scale_value(ScaleType.E4M3, raw[0]),
 }
-SCALAR_DTYPES = tuple(_SINGLE)
 
 
 def is_scalar(info: TensorInfo) -> bool:

@@ -16,9 +16,8 @@ from blockscale.checkpoint.shards import read_json
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FORMATS
 from blockscale.inspection.census import Census, one_byte_scale, read_scalars, take_census
-from blockscale.inspection.config_checks import config_faults
-from blockscale.inspection.engines import KNOWN_METHODS, verdicts
-from blockscale.inspection.global_scale_checks import (
+from blockscale.inspection.checks.config import config_faults
+from blockscale.inspection.checks.global_scales import (
     FP8_WEIGHT,
     INPUT,
     WEIGHT,
@@ -30,7 +29,10 @@ from blockscale.inspection.global_scale_checks import (
     stored_scales,
     value_faults,
 )
+from blockscale.inspection.checks.structure import part_faults
+from blockscale.inspection.engines import KNOWN_METHODS, verdicts
 from blockscale.inspection.inventory import Inspection, Kept, KVCache, Layer, Linear, range_of
+from blockscale.inspection.matrices import matrices_of
 from blockscale.inspection.reading import Reading, read_folder
 from blockscale.inspection.weights import Weight, plain_format, stored_weights
 
@@ -55,7 +57,13 @@ def inspect_folder(path: Path, *, with_scales: bool = False, progress: Progress 
     groups = [tuple(sorted(members, key=_place)) for members in fused_groups(linears).values()]
     layers = tuple(Layer(short_name(members), tuple(linears[m] for m in members)) for members in groups)
     written_by, recipe = _record(path)
-    more_faults = (*config_faults(reading), *_faults_of_values(scales), *_faults_of_bytes(censuses))
+    matrices = matrices_of(reading)
+    more_faults = (
+        *config_faults(reading, matrices),
+        *part_faults(reading, matrices),
+        *_faults_of_values(scales),
+        *_faults_of_bytes(censuses),
+    )
     faults = {(fault.rule, fault.where): fault for fault in (*reading.faults, *more_faults)}
     return Inspection(
         path,

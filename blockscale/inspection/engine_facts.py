@@ -9,6 +9,7 @@ from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.folder import HF_QUANT_CONFIG, Folder
 from blockscale.checkpoint.groups import expert_set
 from blockscale.checkpoint.linear import Scheme
+from blockscale.checkpoint.shards import INDEX_NAME
 from blockscale.checkpoint.structure import text_config
 from blockscale.formats.spec import NVFP4
 from blockscale.inspection.reading import Reading
@@ -31,6 +32,7 @@ class Facts:
     pre_quant_scales   linears whose input is scaled by channel (AWQ)
     num_untiled        NVFP4 linears whose K is no multiple of GGML's block
     kv_format          of the KV cache, as the config announces it
+    is_named           whether the files are where a loader looks that does not list the folder
     """
 
     method: str | None
@@ -50,6 +52,7 @@ class Facts:
     kv_format: str | None
     has_kv_scales: bool
     has_tokenizer: bool
+    is_named: bool
     faults: tuple[Fault, ...]
 
     @property
@@ -85,6 +88,7 @@ def gather_facts(reading: Reading, more_faults: Iterable[Fault]) -> Facts:
         kv_format=None if model is None else model.kv_format,
         has_kv_scales=model is not None and bool(model.kv_tensors),
         has_tokenizer=any(file.name in _TOKENIZERS for file in folder.companions),
+        is_named=any((folder.path / name).is_file() for name in ("model.safetensors", INDEX_NAME)),
         faults=(*reading.faults, *more_faults),
     )
 

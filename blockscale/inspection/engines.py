@@ -245,6 +245,7 @@ OBSTACLES: dict[str, Table] = {
         _UNEVEN,
     ),
     TRANSFORMERS: (
+        (lambda f: not f.is_named, "finds neither model.safetensors nor an index of several files"),
         (_is_modelopt, "does not know the modelopt dialect: `blockscale convert` writes compressed-tensors"),
         (
             lambda f: _is_ct(f) and any(scheme.weight is NVFP4 for scheme in f.expert_schemes),
@@ -305,7 +306,11 @@ _STOPS_ONLY: dict[str, tuple[str, ...]] = {
     "fused-global-scale-mismatch": _SERVERS,
     "fused-input-scale-mismatch": (TENSORRT_LLM,),  # the others take the largest
     "one-sided-kv-scale": _SERVERS,
+    "quantized-lm-head": (VLLM, SGLANG),
+    "tower-quantized": (VLLM, SGLANG),
 }
+# What no engine runs without, though the rest of the checkpoint can be read.
+_STOPS_ALL = ("missing-layers", "missing-tensor")
 KNOWN_METHODS = (None, "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq")
 
 
@@ -330,7 +335,7 @@ def _verdict(engine: str, facts: Facts) -> Verdict:
         return say(False, reason)
     if not reads_itself and any(fault.rule == "unknown-algorithm" for fault in facts.faults):
         return say(None, "the config names a scheme or a KV cache that is not known here")
-    fault = next((fault for fault in facts.faults if _stops(fault, engine, reads_itself=reads_itself)), None)
+    fault = next((fault for fault in facts.faults if _stops(fault, engine, facts, reads_itself=reads_itself)), None)
     if fault is not None:
         return say(False, f"{RULES[fault.rule].label}: {fault.where}")
     remarks = "; ".join(_said(REMARKS[engine], facts))
@@ -342,9 +347,11 @@ def _said(table: Table, facts: Facts) -> list[str]:
     return [text.format(what) for what, text in found if what]
 
 
-def _stops(fault: Fault, engine: str, *, reads_itself: bool) -> bool:
+def _stops(fault: Fault, engine: str, facts: Facts, *, reads_itself: bool) -> bool:
     if reads_itself:
-        return fault.is_fatal
+        # experts of several formats run here, lost ones do not
+        is_lost = fault.rule == "experts-incomplete" and not facts.uneven_experts
+        return fault.is_fatal or fault.rule in _STOPS_ALL or is_lost
     if fault.rule == "malformed-json" and not fault.is_fatal:
         return engine == TENSORRT_LLM  # hf_quant_config.json, which the others do not need here
     if fault.rule == "fused-input-scale-mismatch" and ".experts." in fault.where:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockscale.checkpoint.faults import Fault
@@ -11,7 +11,10 @@ from blockscale.inspection.rules import RULES, Severity
 
 @dataclass(frozen=True)
 class Finding:
-    """`layer`: the module, tensor or file. `repair`: what `--repair` would do; empty if it refuses."""
+    """layer    the module, tensor or file
+    repair   what `--repair` would do; empty if it refuses
+    tensors  names of the stored tensors that are wrong, where `layer` does not say which
+    """
 
     rule: str
     name: str
@@ -21,6 +24,7 @@ class Finding:
     consequence: str
     repair: str
     hint: str
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class LintReport:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         counts = {severity: self.count(severity) for severity in ("error", "warning", "info")}
-        findings = [vars(finding) for finding in self.findings]
+        findings = [{**vars(finding), "tensors": list(finding.tensors)} for finding in self.findings]
         return {"path": str(self.path), "ok": self.ok, **counts, "findings": findings, "notices": list(self.notices)}
 
 
@@ -59,10 +63,17 @@ _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
 def to_findings(faults: Iterable[Fault]) -> tuple[Finding, ...]:
-    """Faults under their rules, worst first and in the rules' order; one said twice is said once."""
-    found = {(fault.rule, fault.where): fault for fault in reversed(list(faults))}.values()
+    """Faults under their rules, worst first and in the rules' order. What is said twice of a layer is said once, unless
+    it is about another tensor."""
+    found: dict[tuple[str, str], Fault] = {}
+    for fault in faults:
+        first = found.setdefault((fault.rule, fault.where), fault)
+        more = tuple(tensor for tensor in fault.tensors if tensor not in first.tensors)
+        if more:
+            message = f"{first.message}; {fault.message}"
+            found[fault.rule, fault.where] = replace(first, message=message, tensors=first.tensors + more)
     findings = []
-    for fault in found:
+    for fault in found.values():
         rule = RULES[fault.rule]
         findings.append(
             Finding(
@@ -74,6 +85,7 @@ def to_findings(faults: Iterable[Fault]) -> tuple[Finding, ...]:
                 rule.consequence,
                 rule.repair,
                 fault.hint,
+                fault.tensors,
             )
         )
     return tuple(sorted(findings, key=lambda f: (_ORDER[f.severity], f.rule, f.layer)))

@@ -4,21 +4,23 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockscale.checkpoint.dialects.stored import role_faults
 from blockscale.checkpoint.faults import Fault
 from blockscale.errors import CheckpointError
-from blockscale.inspection.config_checks import config_faults
+from blockscale.inspection.checks.config import config_faults
+from blockscale.inspection.checks.layout import layout_faults, layout_notices
+from blockscale.inspection.checks.limits import limit_faults
+from blockscale.inspection.checks.scales import scale_faults
+from blockscale.inspection.checks.structure import structure_faults
 from blockscale.inspection.findings import LintReport, to_findings
-from blockscale.inspection.layout_checks import layout_faults, layout_notices
-from blockscale.inspection.limit_checks import limit_faults
 from blockscale.inspection.matrices import matrices_of
 from blockscale.inspection.reading import Reading, read_folder
-from blockscale.inspection.scale_checks import scale_faults
-from blockscale.inspection.structure_checks import structure_faults
 
 if TYPE_CHECKING:
     from blockscale.checkpoint.source import Source
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+_OF_ROLES = ("missing-block-scale", "missing-global-scale", "missing-input-scale")
 
 
 def lint_folder(
@@ -65,7 +67,7 @@ def lint_reading(
             notices += layout_notices(reading, opened)
     if reading.model is None and reading.folder.method is not None and not any(fault.is_fatal for fault in faults):
         faults += _source_faults(reading)
-    return LintReport(reading.folder.path, to_findings(_without_echoes(faults)), tuple(notices))
+    return LintReport(reading.folder.path, to_findings(_without_echoes(faults, reading)), tuple(notices))
 
 
 def _open(source: Path) -> "Source":
@@ -93,8 +95,18 @@ def _notices(reading: Reading, quick: bool) -> Iterator[str]:
         yield "quick: block scales and weights were not read"
 
 
-def _without_echoes(faults: Iterable[Fault]) -> list[Fault]:
-    """Where a mixed config names the wrong format of a layer, that is the fault, and not that its tensors differ."""
+def _without_echoes(faults: Iterable[Fault], reading: Reading) -> list[Fault]:
+    """Where a mixed config names the wrong format of a layer, that is the fault, and not that its tensors differ, nor
+    that it lacks what only the named format has."""
     found = list(faults)
     named = {fault.where for fault in found if fault.rule == "mixed-layers-mismatch"}
-    return [fault for fault in found if fault.rule != "format-mismatch" or fault.where not in named]
+    linears = {} if reading.model is None else reading.model.linears
+
+    def is_echo(fault: Fault) -> bool:
+        if fault.where not in named:
+            return False
+        linear = linears.get(fault.where)
+        is_complete = linear is not None and all(own.rule != fault.rule for own in role_faults(linear))
+        return fault.rule == "format-mismatch" or (fault.rule in _OF_ROLES and is_complete)
+
+    return [fault for fault in found if not is_echo(fault)]

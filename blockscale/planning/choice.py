@@ -19,7 +19,7 @@ WEIGHT_ONLY = "-w4a16"
 
 @dataclass(frozen=True)
 class Choice:
-    """`format`: as in FORMATS, with `-w4a16` behind it where only weights are rounded; None: as the model is stored."""
+    """`format`: one of FORMATS, with `-w4a16` behind it where only weights are rounded."""
 
     gpu: Gpu
     layout: Layout

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from blockscale.checkpoint.faults import raise_first
 from blockscale.checkpoint.groups import expert_set
 from blockscale.checkpoint.structure import DRAFT, HEAD, ROUTER, TOWER, kept_reason, layer_number, text_config
 from blockscale.inspection.reading import read_folder
@@ -21,6 +22,7 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
     A part that is stored in several formats counts under the one that most of its bytes have.
     """
     reading = read_folder(path)
+    raise_first(reading.folder.faults)  # a shard that is missing would make the sum wrong
     config = reading.folder.config
     architecture = from_config(config, path.name)
     linears, kept = stored_weights(reading)

@@ -1,6 +1,7 @@
 """The catalogue of GPUs: memory, bandwidth, peaks, links and power, with the range where sources disagree."""
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def _gpu(key: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Gp
         raise UsageError(f"{where}: {key} lacks {', '.join(missing)}", hint="bytes, TB/s, and dense TFLOP/s by type")
     link, system = entry.get("link", {}), entry.get("system", {})
     try:
-        return Gpu(
+        gpu = Gpu(
             key=key,
             name=str(entry.get("name", key)),
             vendor=str(entry.get("vendor", "")),
@@ -149,11 +150,11 @@ def _gpu(key: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Gp
             link_name=str(link.get("name", "none")),
             link_bytes_per_s=float(link.get("gb_per_s", 0)) * 1e9 / 2,  # catalogues count both directions
             link_domain=int(link.get("domain", 1)),
-            native=tuple(entry.get("native", ())),
+            native=_native(entry.get("native", [])),
             system_name=str(system.get("name", "")),
             system_gpus=int(system.get("gpus", 1)),
             system_kw=_figure(system["kw"]) if "kw" in system else None,
-            all_in_kw=entry.get("all_in_kw"),
+            all_in_kw=float(entry["all_in_kw"]) if "all_in_kw" in entry else None,
             toolkit=str(entry.get("toolkit", "")),
             driver=str(entry.get("driver", "")),
             cooling=str(entry.get("cooling", "")),
@@ -161,10 +162,39 @@ def _gpu(key: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Gp
             confidence=str(entry.get("confidence", "")),
             notes=str(entry.get("notes", "")),
         )
-    except (TypeError, ValueError, KeyError, AttributeError) as e:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
         raise UsageError(
             f"{where}: {key} has a field of the wrong type: {e}", hint="see the catalogue's entries"
         ) from e
+    for name, figures in _ranges(gpu).items():
+        if not all(0 < figure.low <= figure.value <= figure.high < math.inf for figure in figures):
+            raise UsageError(
+                f"{where}: {name} of {key} is no positive number", hint="positive, and low <= value <= high"
+            )
+    if min(gpu.link_domain, gpu.system_gpus) < 1 or not 0 <= gpu.link_bytes_per_s < math.inf:
+        raise UsageError(f"{where}: {key} is joined to less than itself", hint="link.domain and system.gpus from 1 on")
+    return gpu
+
+
+def _native(formats: Any) -> tuple[str, ...]:
+    if not isinstance(formats, list) or not all(isinstance(name, str) for name in formats):
+        raise ValueError("native is a list of formats")
+    return tuple(formats)
+
+
+def _ranges(gpu: Gpu) -> dict[str, tuple[Figure, ...]]:
+    """What must be positive, by the field's name."""
+    memory = float(gpu.memory_bytes)
+    found = {
+        "memory_bytes": (Figure(memory, memory, memory),),
+        "bandwidth_tb_per_s": (gpu.bandwidth,),
+        "peak_tflops": tuple(gpu.peaks.values()),
+        "tdp_watts": () if gpu.tdp_watts is None else (gpu.tdp_watts,),
+        "system.kw": () if gpu.system_kw is None else (gpu.system_kw,),
+    }
+    if gpu.all_in_kw is not None:
+        found["all_in_kw"] = (_figure(gpu.all_in_kw),)
+    return found
 
 
 def _figure(value: Any, unit: float = 1.0) -> Figure:

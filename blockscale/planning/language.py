@@ -8,9 +8,10 @@ from functools import cache
 from importlib import resources
 
 from blockscale.errors import UsageError
-from blockscale.pages import number
+from blockscale.pages import number, size
 from blockscale.planning.predict import Estimate
 
+_SIGNS = {"USD": "US$", "BRL": "R$", "EUR": "€"}
 LANGUAGES = ("en", "pt-BR")
 
 
@@ -21,7 +22,7 @@ class Language:
     code: str
     texts: Mapping[str, str]
 
-    def text(self, key: str, **values: object) -> str:
+    def text(self, key: str, /, **values: object) -> str:
         return self.texts[key].format(**values)
 
     def word(self, name: str) -> str:
@@ -31,6 +32,14 @@ class Language:
     def number(self, x: float | None, digits: int = 3) -> str:
         return self._own(_plain(x, digits))
 
+    def count(self, n: float) -> str:
+        """A whole number, in full."""
+        return self._own(f"{n:,.0f}")
+
+    def short(self, x: float) -> str:
+        """Of a round number, on an axis."""
+        return self._own(f"{x:,g}" if x < 1 else f"{x:,.10g}")
+
     def range(self, estimate: Estimate | None, digits: int = 3, scale: float = 1.0) -> str:
         """`9.8 to 10.4`."""
         if estimate is None:
@@ -38,8 +47,19 @@ class Language:
         low, high = self.number(estimate.low * scale, digits), self.number(estimate.high * scale, digits)
         return self.text("range", low=low, high=high)
 
-    def gigabytes(self, num_bytes: float) -> str:
-        return f"{self._own(f'{num_bytes / 1e9:,.1f}')} GB"
+    def size(self, num_bytes: float) -> str:
+        """Decimal units, as disks have them; GB with one decimal."""
+        if num_bytes >= 1e9:
+            return f"{self._own(f'{num_bytes / 1e9:,.1f}')} GB"
+        return self._own(size(round(num_bytes)))
+
+    def watts(self, watts: float) -> str:
+        return f"{self.number(watts / 1e3)} kW" if watts >= 1e3 else f"{self.number(watts)} W"
+
+    def money(self, amount: float, currency: str) -> str:
+        """Its sign or code in front, as both languages have it."""
+        sign = _SIGNS.get(currency, currency)
+        return f"{sign} {self.number(amount)}" if len(sign) > 1 else f"{sign}{self.number(amount)}"
 
     def percentage(self, share: float) -> str:
         return f"{self._own(f'{100 * share:.0f}')} %"

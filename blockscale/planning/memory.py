@@ -20,7 +20,7 @@ _SAMPLED_ROWS = 256  # rows of logits in fp32 at once
 class MemoryPlan:
     """Bytes on the fullest GPU of a replica. `parts`: name -> bytes, in the order of a report.
 
-    num_free          left for the KV cache; negative: by how much it does not fit
+    free_bytes        left for the KV cache; negative: by how much it does not fit
     max_sequences     of the workload's length, per replica
     """
 
@@ -53,7 +53,22 @@ def sequence_bytes(d: Deployment, context: int) -> float:
         cut = min(d.layout.tensor, attention.num_kv_heads)
         total += block.count * attention.cache_elements * length * CACHE_BYTES[d.cache] / cut
         total += block.count * attention.state_bytes / d.layout.tensor
-    return total / d.layout.pipeline
+    return total * _largest_stage(d)
+
+
+def _largest_stage(d: Deployment) -> float:
+    """Share of the layers that the stage with the most of them has."""
+    layers = d.architecture.num_layers
+    return math.ceil(layers / d.layout.pipeline) / layers
+
+
+def _weights_bytes(d: Deployment) -> float:
+    """On the fullest GPU. Of several stages, the first has the embedding and the last the head, each whole."""
+    if d.layout.pipeline == 1:
+        return sum(d.per_gpu(part) for part in d.weights.parts)
+    ends = [d.per_gpu(part) * d.layout.pipeline for part in (Part.EMBEDDING, Part.HEAD)]
+    layers = sum(d.per_gpu(part) for part in d.weights.parts if part not in (Part.EMBEDDING, Part.HEAD))
+    return layers * d.layout.pipeline * _largest_stage(d) + max(ends)
 
 
 def plan_memory(
@@ -64,14 +79,12 @@ def plan_memory(
     `share`: of the GPU's memory that the engine may use.
     """
     a, layout = d.architecture, d.layout
-    weights = sum(d.per_gpu(part) for part in d.weights.parts)
-    if layout.attention_data > 1:  # the embedding and head are copied like attention
-        weights += 0.0
-    widest = max(m.n for m in a.matrices() if m.part in (Part.FEED_FORWARD, Part.EXPERTS, Part.SHARED_EXPERTS))
+    widths = (m.n for m in a.matrices() if m.part in (Part.FEED_FORWARD, Part.EXPERTS, Part.SHARED_EXPERTS))
+    widest = max(widths, default=a.hidden)
     activations = prefill_tokens * (2 * widest / layout.tensor + 4 * a.hidden) * 2
     logits = 4.0 * a.vocabulary * _SAMPLED_ROWS / layout.tensor
     parts = {
-        "weights": weights,
+        "weights": _weights_bytes(d),
         "activations": activations + logits,
         "CUDA graphs and context": _GRAPH_BYTES + _CONTEXT_BYTES,
         "communication": _LINK_BYTES if layout.gpus_per_replica > 1 else 0.0,

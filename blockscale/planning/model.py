@@ -4,14 +4,14 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import Architecture, from_config
+from blockscale.planning.architecture import LINEAR_PARTS, Architecture, from_config
 from blockscale.planning.weights import Weights
 
 
@@ -27,23 +27,37 @@ class Model:
 
     @property
     def stored_format(self) -> str:
-        """The format in which it is published, as its config says."""
-        return _stored_format(self.config)
+        """The format that most of its layers' bytes have, or in which it is published, as its config says."""
+        if self.weights is None:
+            return _published_format(self.config)
+        sizes: dict[str, int] = {}
+        for part in LINEAR_PARTS:
+            if part in self.weights.parts:
+                own = self.weights.parts[part]
+                sizes[own.format] = sizes.get(own.format, 0) + own.num_bytes
+        return max(sizes, key=lambda fmt: sizes[fmt], default="bf16")
 
 
 def find_model(name: str | Path) -> Model:
-    """UsageError offers the nearest presets; a config that lacks a field is named with the field."""
+    """UsageError offers the nearest presets; a config that lacks a field is named with the field.
+
+    CheckpointError for a folder or a .gguf file whose tensors cannot be read.
+    """
     text = str(name)
     preset = _preset(text)
     if preset is not None:
-        return Model(text, from_config(preset, text), preset, None, "preset")
+        return Model(text, architecture_of(preset, text), preset, None, "preset")
     path = Path(text).expanduser()
     try:
         if path.is_dir():
-            return _from_file(path / "config.json", path.resolve().name, path)
+            return _from_folder(path)
+        if text == "demo" or path.suffix == ".gguf":
+            from blockscale.checkpoint.locate import locate  # unpacks it into a folder, with torch
+
+            return replace(_from_folder(locate(text)), name=path.stem)
         if path.is_file():
             if path.suffix == ".json":
-                return _from_file(path, path.resolve().parent.name or path.stem, None)
+                return _from_file(path, path.resolve().parent.name or path.stem)
             raise UsageError(f"{path}: not a config.json", hint="a folder, a config.json, a preset or a hub id")
     except OSError as e:  # a name too long for the disk, a folder that may not be read
         raise UsageError(f"{text}: cannot be read: {e.strerror or e}", hint="check the path") from e
@@ -74,9 +88,37 @@ def _unknown(name: str) -> UsageError:
     return UsageError(f"no model '{name}': neither a preset nor a file", hint=hint)
 
 
-def _from_file(file: Path, name: str, folder: Path | None) -> Model:
+def _from_folder(path: Path) -> Model:
+    """With the bytes of its weights, if any lie in it; a folder with a config alone will do."""
+    name = path.resolve().name
+    if not any(path.glob("*.safetensors")):
+        return _from_file(path / "config.json", name)
+    from blockscale.planning.folder import read_model
+
+    config = read_config(path / "config.json")
+    architecture_of(config, name)  # says what is wrong with the config before anything else is read
+    architecture, weights = read_model(path)
+    return Model(name, architecture, config, weights, f"headers of {path}")
+
+
+def _from_file(file: Path, name: str) -> Model:
     config = read_config(file)
-    return Model(name, from_config(config, name), config, folder, str(file))
+    return Model(name, architecture_of(config, name), config, None, str(file))
+
+
+def architecture_of(config: Mapping[str, Any], name: str) -> Architecture:
+    """UsageError for whatever a config may hold that is no model."""
+    for text in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        layers = text.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > _MAX_LAYERS:
+            raise UsageError(f"{name}: {layers:,} layers are no model's", hint="check num_hidden_layers in config.json")
+    try:
+        return from_config(config, name)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as e:
+        raise UsageError(f"{name}: config.json has a field of the wrong type: {e}", hint="check config.json") from e
+
+
+_MAX_LAYERS = 10_000
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
@@ -93,24 +135,30 @@ def read_config(file: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(name: str) -> Model:
-    """Only config.json is fetched (or found in the hub's cache)."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    """Config and headers of a repository; where the hub cannot be reached, its config if it was fetched before."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from blockscale.planning.hub import read_hub_model
 
     try:
-        file = Path(hf_hub_download(name, "config.json"))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as e:
+        raise UsageError(f"{name}: no name of a hub's model", hint="check the name") from e
+    try:
+        architecture, weights = read_hub_model(name)
+        file = hf_hub_download(name, "config.json")
+    except UsageError as e:
+        if isinstance(cached, str):
+            return _from_file(Path(cached), name)
         near = difflib.get_close_matches(name.split("/")[-1].lower(), presets(), 3, 0.5)
-        hint = "nearest presets: " + ", ".join(near) if near else "check the network, or give a config.json"
-        raise UsageError(f"{name}: not on this disk, and the hub cannot be reached", hint=hint) from e
-    except (HFValidationError, HfHubHTTPError) as e:
-        raise UsageError(f"{name}: no such model on the hub", hint="check the name; gated models need a token") from e
+        raise UsageError(str(e), hint="nearest presets: " + ", ".join(near) if near else e.hint) from e
     except OSError as e:
         raise UsageError(f"{name}: cannot be fetched: {e.strerror or e}", hint="check the network and the disk") from e
-    return _from_file(file, name, None)
+    return Model(name, architecture, read_config(Path(file)), weights, f"headers of {name} on the hub")
 
 
-def _stored_format(config: Mapping[str, Any]) -> str:
+def _published_format(config: Mapping[str, Any]) -> str:
     """What a config's own quantization is called here; bf16 without one."""
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping):

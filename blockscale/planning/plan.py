@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockscale.errors import UsageError
+from blockscale.planning.assumptions import Assumptions, load_assumptions, records_for
+from blockscale.planning.bill import Bill, bill
 from blockscale.planning.choice import CACHES, Choice, deploy, weights_in
+from blockscale.planning.energy import is_rack
 from blockscale.planning.layout import Layout, check_layout
 from blockscale.planning.memory import MemoryPlan, kv_bytes_per_token, plan_memory
 from blockscale.planning.model import Model
@@ -47,14 +50,17 @@ def make_plan(
     targets: Targets | None = None,
     engine: str | None = None,
     priors: Priors | None = None,
+    assumptions: Assumptions | None = None,
 ) -> PlanResult:
     """Never fails because something does not fit: that is an answer. UsageError for what cannot be built."""
-    priors = priors or default_priors()
+    priors, a = priors or default_priors(), assumptions or load_assumptions()
     check_workload(model, workload)
     d = deploy(model, choice)
     context = workload.input_tokens + workload.output_tokens
     memory = plan_memory(d, context)
+    fits = has_room(model, memory)
     prediction = predict(d, workload, priors) if memory.fits else None
+    money = Bill() if prediction is None else bill(d, prediction, workload, a)
     return PlanResult(
         model=model.name,
         num_parameters=model.architecture.num_parameters,
@@ -63,9 +69,9 @@ def make_plan(
         choice=choice,
         engine=engine,
         workload=workload,
-        fits=memory.fits,
-        missing_bytes=0.0 if memory.fits else memory.sequence_bytes - memory.free_bytes,
-        nearest=() if memory.fits else tuple(nearest_that_fit(model, choice, context)),
+        fits=fits,
+        missing_bytes=0.0 if fits else memory.sequence_bytes - memory.free_bytes,
+        nearest=() if fits else tuple(nearest_that_fit(model, choice, context)),
         weights_bytes=d.weights.num_bytes,
         weights_are_exact=d.weights.is_exact,
         parts=tuple(PartRow(part.value, own.format, own.num_bytes) for part, own in d.weights.parts.items()),
@@ -85,9 +91,17 @@ def make_plan(
         prefill_bounds=() if prediction is None else bounds(prediction.serving.prefill),
         curve=() if prediction is None else tuple(curve(d, workload, priors, memory)),
         targets=_reached(targets or Targets(), prediction),
+        bill=money,
+        assumptions=records_for(a, (choice.gpu.key,)),
+        country=a.country,
         priors=priors.source,
-        notices=tuple(_notices(d, choice)),
+        notices=tuple(_notices(d, choice, prediction, money, a)),
     )
+
+
+def has_room(model: Model, memory: MemoryPlan) -> bool:
+    """For one sequence; a diffusion transformer has weights and steps, but none."""
+    return memory.fits if model.architecture.vocabulary else memory.free_bytes >= 0
 
 
 def check_workload(model: Model, workload: Workload) -> None:
@@ -156,7 +170,20 @@ def _reached(targets: Targets, prediction: Prediction | None) -> tuple[Target, .
     )
 
 
-def _notices(d: Deployment, choice: Choice) -> Iterator[Notice]:
+def _notices(
+    d: Deployment, choice: Choice, prediction: Prediction | None, money: Bill, a: Assumptions
+) -> Iterator[Notice]:
+    if not d.architecture.vocabulary:
+        yield Notice("notice.no_tokens", {"model": d.architecture.name})
+    if prediction is not None and money.power is None:
+        yield Notice("notice.no_power", {"gpu": d.gpu.name})
+    elif prediction is not None and money.cost is None:
+        yield Notice(f"notice.no_price_{a.acquisition}", {"gpu": d.gpu.name, "key": d.gpu.key})
+    if is_rack(d.gpu) and d.layout.num_gpus % d.gpu.system_gpus and money.power is not None:
+        values = {"unit": d.gpu.system_name, "gpus": str(d.gpu.system_gpus), "used": str(d.layout.num_gpus)}
+        yield Notice("notice.sold_whole", values)
+    if money.why_no_racks:
+        yield Notice("notice.no_racks", {"why": money.why_no_racks})
     gpu, joined = d.gpu, choice.layout.gpus_per_replica
     if gpu.is_roadmap:
         yield Notice("notice.roadmap", {"gpu": gpu.name, "status": gpu.status})
@@ -171,7 +198,7 @@ def nearest_that_fit(model: Model, choice: Choice, context: int) -> Iterator[Cho
     """The smallest changes that make it fit: fewer bits in the cache, fewer in the weights, more GPUs, or both."""
 
     def fits(other: Choice) -> bool:
-        return plan_memory(deploy(model, other), context).fits
+        return has_room(model, plan_memory(deploy(model, other), context))
 
     size = weights_in(model, choice.format).num_bytes
     caches = (replace(choice, cache=cache) for cache in CACHES[CACHES.index(choice.cache) + 1 :])

@@ -1,26 +1,30 @@
 """`plan`, the verb. Lies here and not in `api`, which needs torch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockscale.errors import CheckFailed, UsageError
+from blockscale.planning.assumptions import Assumptions, load_assumptions
+from blockscale.planning.calibrations import Calibrations
 from blockscale.planning.choice import (
     Choice,
     check_cache,
     check_engine,
     check_format,
+    deploy,
     parse_choice,
     resolve_layout,
     weights_in,
 )
 from blockscale.planning.hardware import Gpu, find_gpu
-from blockscale.planning.layout import parse_layout
+from blockscale.planning.language import language as words
+from blockscale.planning.layout import Layout, parse_layout
 from blockscale.planning.machine import catalogue_entry, this_machine
 from blockscale.planning.model import Model, find_model
 from blockscale.planning.plan import Targets, check_workload, make_plan
-from blockscale.planning.predict import Priors, Workload, default_priors
-from blockscale.planning.result import PlanResult, SearchResult
+from blockscale.planning.predict import Workload
+from blockscale.planning.result import Notice, PlanResult, SearchResult
 from blockscale.planning.search import Space, search
 
 
@@ -33,6 +37,7 @@ def plan(
     kv_cache: str | None = None,
     layout: str | None = None,
     engine: str | None = None,
+    engine_version: str | None = None,
     input: int = 1024,
     output: int = 1024,
     concurrency: int | None = None,
@@ -41,6 +46,10 @@ def plan(
     itl_ms: float | None = None,
     objective: str = "cost",
     compare: Sequence[str] = (),
+    calibrate: Sequence[str | Path] = (),
+    calibration_file: str | Path | None = None,
+    assumptions: str | Path | None = None,
+    country: str | None = None,
     report: str | Path | None = None,
     language: str = "en",
 ) -> PlanResult:
@@ -52,44 +61,88 @@ def plan(
     format       of the layers' weights; None: as the model is stored
     kv_cache     bf16, fp8 or nvfp4; None: bf16
     layout       tp8, tp4pp2, tep8, dep8, tp2dp4 ...
+    engine       and `engine_version`: which calibration holds
     concurrency  requests in flight, or `rate`: requests a second; neither: as many as fit
-    ttft_ms, itl_ms  targets. Without `layout`, what meets them at the least `objective` (cost, energy or gpus) is searched
+    ttft_ms      a target, as `itl_ms`; without `gpu` or `layout`, what meets them is searched for
+    objective    of a search: the least cost, energy or gpus
     compare      other configurations, as `fp8@h200` or `fp8@8xh200:tp8`
+    calibrate    an engine's own benchmark files, to fit the predictions to; the fit is kept in `calibration_file` or
+                 in the user's own, and used from then on
+    assumptions  a YAML file that sets what energy and cost assume; `country`: whose prices and taxes
     report       where to write an HTML page, in `language`
 
-    What does not fit is an answer, not an error: `.fits`, `.missing_bytes`, `.nearest`. CheckFailed where a search finds
-    nothing that meets the targets; UsageError for what makes no sense.
+    What does not fit is an answer, not an error: `.fits`, `.missing_bytes`, `.nearest`. CheckFailed where a search
+    finds nothing that meets the targets; UsageError for what makes no sense.
     """
+    words(language)
     found = find_model(model)
-    workload = Workload(input, output, concurrency, rate)
-    targets = Targets(ttft_ms, itl_ms)
-    check_workload(found, workload)
+    asked = Asked(found, Workload(input, output, concurrency, rate), Targets(ttft_ms, itl_ms), engine)
+    check_workload(found, asked.workload)
     if format is not None:
         check_format(format)
     cache = check_cache(kv_cache or "bf16")
     if engine is not None:
         check_engine(engine)
-    priors = default_priors()
-    if targets.are_set and (layout is None or gpu is None):
-        result = _searched(found, gpu, gpus, format, cache, layout, workload, targets, objective, engine, priors)
-    else:
-        own = _own_gpu() if gpu is None else find_gpu(gpu)
+    money = load_assumptions(assumptions, country)
+    own = find_gpu(gpu) if gpu is not None else None if asked.targets.are_set else _own_gpu()
+    is_search = asked.targets.are_set and (layout is None or own is None)
+    choice = None
+    if own is not None and not (is_search and not calibrate):
         fmt = format or found.stored_format
-        size = weights_in(found, fmt).num_bytes
-        choice = Choice(own, resolve_layout(found.architecture, own, layout, gpus, size), fmt, cache)
-        result = make_plan(found, choice, workload, targets=targets, engine=engine, priors=priors)
-    others = [parse_choice(text, found, result.choice) for text in compare]
-    result = replace(
-        result,
-        compared=tuple(
-            make_plan(found, other, workload, targets=targets, engine=engine, priors=priors) for other in others
-        ),
-    )
+        choice = Choice(own, _layout(found, own, layout, gpus, fmt), fmt, cache)
+    if calibrate and choice is None:
+        raise UsageError("--calibrate needs to know the GPU of the runs", hint="give --gpu")
+    known = Calibrations(engine, engine_version, None if calibration_file is None else Path(calibration_file))
+    if calibrate and choice is not None:
+        known.add(calibrate, deploy(found, choice))
+    if is_search:
+        space = Space(
+            gpus=() if own is None else (own,),
+            num_gpus=gpus,
+            formats=() if format is None else (format,),
+            cache=cache,
+            layouts=() if layout is None else (parse_layout(layout),),
+        )
+        result = _searched(asked, space, objective, known, money)
+    else:
+        assert choice is not None
+        result = _planned(asked, choice, known, money)
+    others = [_planned(asked, parse_choice(text, found, result.choice), known, money) for text in compare]
+    result = replace(result, compared=tuple(others))
     if report is not None:
         from blockscale.planning.report import write_plan
 
         write_plan(result, report, language)
     return result
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What does not change between configurations."""
+
+    model: Model
+    workload: Workload
+    targets: Targets
+    engine: str | None
+
+
+def _layout(model: Model, gpu: Gpu, layout: str | None, gpus: int | None, fmt: str) -> Layout:
+    return resolve_layout(model.architecture, gpu, layout, gpus, weights_in(model, fmt).num_bytes)
+
+
+def _planned(asked: Asked, choice: Choice, known: Calibrations, money: Assumptions) -> PlanResult:
+    d = deploy(asked.model, choice)
+    result = make_plan(
+        asked.model,
+        choice,
+        asked.workload,
+        targets=asked.targets,
+        engine=asked.engine,
+        priors=known.priors_for(d),
+        assumptions=money,
+    )
+    said = tuple(Notice("notice.calibration", {"text": text}) for text in known.notices_for(d))
+    return replace(result, notices=(*result.notices, *said))
 
 
 def _own_gpu() -> Gpu:
@@ -104,35 +157,16 @@ def _own_gpu() -> Gpu:
     return replace(found, memory_bytes=machine.devices[0].memory_bytes)
 
 
-def _searched(
-    model: Model,
-    gpu: str | None,
-    gpus: int | None,
-    format: str | None,
-    cache: str,
-    layout: str | None,
-    workload: Workload,
-    targets: Targets,
-    objective: str,
-    engine: str | None,
-    priors: Priors,
-) -> PlanResult:
-    space = Space(
-        gpus=() if gpu is None else (find_gpu(gpu),),
-        num_gpus=gpus,
-        formats=() if format is None else (format,),
-        cache=cache,
-        layouts=() if layout is None else (parse_layout(layout),),
-    )
-    found = search(model, workload, targets, space, priors, objective=objective)
+def _searched(asked: Asked, space: Space, objective: str, known: Calibrations, money: Assumptions) -> PlanResult:
+    model, workload = asked.model, asked.workload
+    found = search(model, workload, asked.targets, space, known.priors_for, money, objective=objective)
     if not found.found:
         raise CheckFailed(f"none of {found.tried} configurations of {model.name} meets the targets", hint=_miss(found))
     best = found.found[0]
-    asked = workload
     if workload.rate is None and workload.concurrency is None:  # the batch that was found to meet the targets
-        asked = replace(workload, concurrency=max(1, round(best.batch * best.choice.layout.replicas)))
-    result = make_plan(model, best.choice, asked, targets=targets, engine=engine, priors=priors)
-    return replace(result, search=found)
+        batch = max(1, round(best.batch * best.choice.layout.replicas))
+        asked = replace(asked, workload=replace(workload, concurrency=batch))
+    return replace(_planned(asked, best.choice, known, money), search=found)
 
 
 def _miss(found: SearchResult) -> str:

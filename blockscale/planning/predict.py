@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from blockscale.errors import UsageError
 from blockscale.planning.memory import MemoryPlan, plan_memory
@@ -102,10 +103,21 @@ def _shares(bounds: list[tuple[str, float]]) -> list[tuple[str, float]]:
 @cache
 def default_priors() -> Priors:
     """The package's own."""
-    text = resources.files("blockscale.planning").joinpath("efficiency.toml").read_text(encoding="utf-8")
-    content = tomllib.loads(text)
+    content = _efficiencies()
     spread: Mapping[str, float] = content["spread"]
     return Priors(Efficiency(**content["efficiency"]), Spread(spread["itl"], spread["ttft"]))
+
+
+@cache
+def calibrated_spread() -> Spread:
+    """The least that is left after a calibration."""
+    spread: Mapping[str, float] = _efficiencies()["spread"]
+    return Spread(spread["calibrated_itl"], spread["calibrated_ttft"])
+
+
+def _efficiencies() -> dict[str, Any]:
+    text = resources.files("blockscale.planning").joinpath("efficiency.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 def predict(d: Deployment, workload: Workload, priors: Priors | None = None) -> Prediction:

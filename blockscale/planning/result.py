@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockscale.errors import CheckFailed
+from blockscale.planning.assumptions import Record
+from blockscale.planning.bill import Bill
 from blockscale.planning.choice import Choice
+from blockscale.planning.cost import Cost
 from blockscale.planning.language import language
 from blockscale.planning.memory import MemoryPlan
 from blockscale.planning.native import FormatUse
@@ -82,6 +85,17 @@ class Found:
     def num_gpus(self) -> int:
         return self.choice.layout.num_gpus
 
+    def figure(self, objective: str) -> float | None:
+        """Of an objective; None where it is not known."""
+        return {
+            "cost": self.cost_per_million_tokens,
+            "energy": self.joules_per_output_token,
+            "gpus": float(self.num_gpus),
+        }[objective]
+
+
+_PROPORTION = 4
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -96,8 +110,13 @@ class SearchResult:
     nearest_miss: tuple[Choice, float] | None
 
     def shown(self, most: int = 12) -> tuple[Found, ...]:
-        """The best ones, and beyond them those that none is better than."""
-        return tuple(found for i, found in enumerate(self.found) if i < most or found.is_best)
+        """The best ones, and beyond them those that are quicker and not out of all proportion."""
+        best = self.found[0].figure(self.objective) if self.found else None
+        return tuple(
+            found
+            for i, found in enumerate(self.found)
+            if i < most or (found.is_best and (found.figure(self.objective) or 0) <= _PROPORTION * (best or 0))
+        )
 
 
 @dataclass(frozen=True)
@@ -112,6 +131,8 @@ class PlanResult:
     waiting                requests in flight that are not admitted
     utilization            of what could be served at a rate; above 1 the queue grows without end
     bound                  what a token's time goes to first
+    bill                   power, energy, racks and cost, where they are known
+    priors                 what the predictions are fitted to
     search                 what else was found, where targets were searched for
     compared               other configurations under the same workload
     """
@@ -145,6 +166,9 @@ class PlanResult:
     prefill_bounds: tuple[Bound, ...]
     curve: tuple[CurvePoint, ...]
     targets: tuple[Target, ...]
+    bill: Bill
+    assumptions: tuple[Record, ...]
+    country: str
     priors: str
     notices: tuple[Notice, ...]
     search: SearchResult | None = None
@@ -167,6 +191,21 @@ class PlanResult:
         """Of all GPUs together."""
         each = self.output_tokens_per_s_per_gpu
         return None if each is None else each.scaled(self.num_gpus)
+
+    @property
+    def wall_watts(self) -> Estimate | None:
+        """Of all GPUs, with their share of the servers."""
+        return None if self.bill.power is None else self.bill.power.wall_watts
+
+    @property
+    def joules_per_output_token(self) -> Estimate | None:
+        """At the wall."""
+        return self.bill.joules_per_output_token
+
+    @property
+    def cost_per_million_tokens(self) -> Estimate | None:
+        """In the currency of the assumptions."""
+        return None if self.bill.cost is None else self.bill.cost.per_million_tokens
 
     @property
     def meets_targets(self) -> bool:
@@ -219,6 +258,13 @@ class PlanResult:
             "itl_ms": _plain(self.itl_ms),
             "output_tokens_per_s_per_gpu": _plain(self.output_tokens_per_s_per_gpu),
             "output_tokens_per_s": _plain(self.output_tokens_per_s),
+            "wall_watts": _plain(self.wall_watts),
+            "joules_per_output_token": _plain(self.joules_per_output_token),
+            "power": _plain(self.bill.power),
+            "racks": _plain(self.bill.racks),
+            "cost": None
+            if self.bill.cost is None
+            else {**_plain(self.bill.cost), "per_month": self.bill.cost.per_month},
             "bound": self.bound,
             "bounds": {
                 "decode": [_plain(bound) for bound in self.decode_bounds],
@@ -228,10 +274,16 @@ class PlanResult:
             "curve": [_plain(point) for point in self.curve],
             "targets": [_plain(target) for target in self.targets],
             "priors": self.priors,
+            "country": self.country,
+            "assumptions": [_plain(record) for record in self.assumptions],
             "notices": [english.text(notice.key, **notice.values) for notice in self.notices],
             **({} if self.search is None else {"search": _search(self.search)}),
             **({} if not self.compared else {"compared": [other.to_dict() for other in self.compared]}),
         }
+
+
+def _cost(cost: Cost | None) -> dict[str, Any] | None:
+    return None if cost is None else {**_plain(cost), "per_month": cost.per_month}
 
 
 def _search(search: SearchResult) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Finds what meets a latency target at the least cost or energy, over GPUs, counts, formats and layouts."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blockscale.errors import UsageError
 from blockscale.planning.architecture import Architecture
+from blockscale.planning.assumptions import Assumptions
+from blockscale.planning.bill import bill
 from blockscale.planning.choice import Choice, deploy
 from blockscale.planning.hardware import Gpu, catalogue
 from blockscale.planning.layout import Layout, check_layout
@@ -50,9 +52,10 @@ def candidates(model: Model, space: Space) -> Iterator[Choice]:
 
 def _formats(model: Model, gpu: Gpu) -> tuple[str, ...]:
     """As published, and what the GPU multiplies natively; 4 bits everywhere, since they save memory."""
-    wanted = (model.stored_format, "fp8", "nvfp4", "mxfp4")
-    kept = [f for f in wanted if f == model.stored_format or is_native(gpu, f) or f == "nvfp4"]
-    return tuple(dict.fromkeys(kept))
+    has_own = is_native(gpu, "mxfp4") and not is_native(gpu, "nvfp4")
+    has_fp8 = is_native(gpu, "fp8") and not model.stored_format.startswith("fp8")
+    wanted = [model.stored_format, *(["fp8"] if has_fp8 else []), "mxfp4" if has_own else "nvfp4"]
+    return tuple(dict.fromkeys(wanted))
 
 
 def _layouts(architecture: Architecture, gpu: Gpu) -> Iterator[Layout]:
@@ -76,7 +79,8 @@ def search(
     workload: Workload,
     targets: Targets,
     space: Space,
-    priors: Priors,
+    priors_for: Callable[[Deployment], Priors],
+    assumptions: Assumptions,
     *,
     objective: str = "cost",
 ) -> SearchResult:
@@ -84,11 +88,14 @@ def search(
     workload's rate or concurrency needs (one where neither is given)."""
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective '{objective}'", hint="cost, energy or gpus")
+    if not model.architecture.vocabulary:
+        raise UsageError(f"{model.name} generates no tokens", hint="leave the targets out: its memory can be planned")
     able: dict[tuple[str, str], list[tuple[float, Choice, int]]] = {}
     tried, miss = 0, None
     for choice in candidates(model, space):
         tried += 1
         d = deploy(model, choice)
+        priors = priors_for(d)
         batch, factor = _largest_batch(d, workload, targets, priors)
         if batch is None:
             if factor is not None and (miss is None or factor < miss[1]):
@@ -100,7 +107,8 @@ def search(
     for layouts in able.values():  # of each GPU and format, the layouts that serve most
         layouts.sort(key=lambda item: -item[0])
         for speed, choice, batch in layouts[:LAYOUTS_KEPT]:
-            one = _with_replicas(deploy(model, choice), choice, workload, targets, batch, speed, priors, space)
+            d = deploy(model, choice)
+            one = _with_replicas(d, choice, workload, targets, batch, speed, priors_for(d), space, assumptions)
             if one is not None:
                 found.append(one)
     ranked = sorted(found, key=lambda f: _rank(f, objective))
@@ -151,6 +159,7 @@ def _with_replicas(
     speed: float,
     priors: Priors,
     space: Space,
+    assumptions: Assumptions,
 ) -> Found | None:
     """As many replicas as the workload needs; `speed`: tokens a second and GPU, from which the count starts."""
     own = choice.layout
@@ -164,7 +173,8 @@ def _with_replicas(
 
     def is_enough(replicas: int) -> bool:
         _, p = at(replicas)
-        return (p.utilization is None or p.utilization < 1) and p.waiting < 1 and _excess(p, targets) <= 1
+        is_served = p.waiting < 1 if p.utilization is None else p.utilization < 1  # at a rate, the wait is in TTFT
+        return is_served and _excess(p, targets) <= 1
 
     if space.num_gpus is not None:
         if space.num_gpus % own.num_gpus or not is_enough(space.num_gpus // own.num_gpus):
@@ -180,7 +190,11 @@ def _with_replicas(
             replicas += max(1, replicas // 16)
             if replicas > MAX_REPLICAS:
                 return None
+        while replicas > 1 and is_enough(replicas - 1):
+            replicas -= 1
     wider, p = at(replicas)
+    asked = workload if workload.rate is not None else replace(workload, concurrency=workload.concurrency or batch)
+    money = bill(wider, p, asked, assumptions)
     return Found(
         replace(choice, layout=wider.layout),
         p.sequences,
@@ -188,6 +202,8 @@ def _with_replicas(
         p.ttft_s.scaled(1e3),
         p.tokens_per_s_per_gpu.scaled(wider.layout.num_gpus),
         _excess(p, targets, is_high=True) <= 1,
+        None if money.cost is None else money.cost.per_million_tokens.value,
+        None if money.joules_per_output_token is None else money.joules_per_output_token.value,
     )
 
 
@@ -199,12 +215,7 @@ def _least_replicas(workload: Workload, batch: int, tokens_per_s: float) -> floa
 
 
 def _figure(found: Found, objective: str) -> float:
-    figures = {
-        "cost": found.cost_per_million_tokens,
-        "energy": found.joules_per_output_token,
-        "gpus": float(found.num_gpus),
-    }
-    value = figures[objective]
+    value = found.figure(objective)
     return math.inf if value is None else value
 
 
@@ -213,10 +224,10 @@ def _rank(found: Found, objective: str) -> tuple[float, int, float, str]:
 
 
 def _is_undominated(one: Found, all_found: Sequence[Found], objective: str) -> bool:
-    """Whether it is on the Pareto front of objective, ITL and GPUs."""
+    """Whether it is on the Pareto front of objective and ITL."""
 
-    def figures(f: Found) -> tuple[float, float, int]:
-        return _figure(f, objective), f.itl_ms.value, f.num_gpus
+    def figures(f: Found) -> tuple[float, float]:
+        return _figure(f, objective), f.itl_ms.value
 
     mine = figures(one)
     return not any(

@@ -15,8 +15,8 @@ def subtitle(result: PlanResult, words: Language) -> str:
         format=choice.format,
         cache=choice.cache,
         layout=choice.layout.name,
-        input=words.number(workload.input_tokens, 6),
-        output=words.number(workload.output_tokens, 6),
+        input=words.count(workload.input_tokens),
+        output=words.count(workload.output_tokens),
     )
     return f"{said}, {load(result, words)}"
 
@@ -24,9 +24,9 @@ def subtitle(result: PlanResult, words: Language) -> str:
 def load(result: PlanResult, words: Language) -> str:
     workload = result.workload
     if workload.rate is not None:
-        return words.text("workload.rate", rate=words.number(workload.rate))
+        return words.text("workload.rate", rate=words.short(workload.rate))
     if workload.concurrency is not None:
-        return words.text("workload.concurrency", concurrency=words.number(workload.concurrency, 6))
+        return words.text("workload.concurrency", concurrency=words.count(workload.concurrency))
     return words.text("workload.most")
 
 
@@ -34,28 +34,33 @@ def answer(result: PlanResult, words: Language) -> list[str]:
     """What a reader must know, most important first."""
     gpu, workload = result.choice.gpu.name, result.workload
     if not result.fits:
-        missing = words.gigabytes(result.missing_bytes)
+        missing = words.size(result.missing_bytes)
         said = [words.text("answer.does_not_fit", model=result.model, gpus=result.num_gpus, gpu=gpu, missing=missing)]
         if result.nearest:
             choices = "; ".join(f"{c.name}, KV {c.cache}" for c in result.nearest)
             return [*said, words.text("answer.nearest", choices=choices)]
         return [*said, words.text("answer.no_nearest")]
+    key = "answer.fits" if result.max_sequences else "answer.fits_alone"
     said = [
         words.text(
-            "answer.fits",
+            key,
             model=result.model,
             gpus=result.num_gpus,
             gpu=gpu,
-            weights=words.gigabytes(result.weights_bytes),
-            sequences=words.number(result.max_sequences, 6),
-            tokens=words.number(workload.input_tokens + workload.output_tokens, 6),
+            weights=words.size(result.weights_bytes),
+            sequences=words.count(result.max_sequences),
+            tokens=words.count(workload.input_tokens + workload.output_tokens),
         )
     ]
+    if result.itl_ms is None:
+        return said
     if result.utilization is not None and result.utilization >= 1:
         share = words.percentage(result.utilization)
         said.append(words.text("answer.overload", workload=load(result, words), utilization=share))
     else:
         said.append(_speed(result, words))
+    if result.wall_watts is not None:
+        said.append(_power(result, words))
     said.append(_bound(result, words))
     if result.targets:
         met, sure = all(t.is_met for t in result.targets), all(t.is_sure for t in result.targets)
@@ -65,7 +70,9 @@ def answer(result: PlanResult, words: Language) -> list[str]:
 
 
 def _speed(result: PlanResult, words: Language) -> str:
-    assert result.ttft_ms and result.itl_ms and result.output_tokens_per_s_per_gpu
+    assert result.ttft_ms is not None
+    assert result.itl_ms is not None
+    assert result.output_tokens_per_s_per_gpu is not None
     speed = result.itl_ms.inverse().scaled(1e3)
     each = result.output_tokens_per_s_per_gpu
     return words.text(
@@ -78,6 +85,37 @@ def _speed(result: PlanResult, words: Language) -> str:
         throughput=words.number(each.value, 2),
         throughput_range=words.range(each, 2),
     )
+
+
+def _power(result: PlanResult, words: Language) -> str:
+    bill, watts, joules = result.bill, result.wall_watts, result.joules_per_output_token
+    assert watts is not None
+    assert joules is not None
+    values: dict[str, str] = {
+        "watts": words.watts(watts.value),
+        "watts_range": words.text("range", low=words.watts(watts.low), high=words.watts(watts.high)),
+        "joules": words.number(joules.value, 2),
+        "joules_range": words.range(joules, 2),
+    }
+    key = "answer.power_alone"
+    if bill.cost is not None:
+        money = bill.cost.per_million_tokens
+        key = "answer.power_rent" if bill.cost.purchase is None else "answer.power"
+        values["cost"] = words.money(money.value, bill.cost.currency)
+        values["cost_range"] = words.range(money, 2)
+        values["energy"] = words.percentage(bill.cost.energy_share)
+    said = words.text(key, **values)
+    if bill.racks is None:
+        return said
+    one = "answer.racks.one" if bill.racks.num_racks == 1 else "answer.racks"
+    needed = words.text(
+        one,
+        racks=words.count(bill.racks.num_racks),
+        kw=words.number(bill.racks.kw.value),
+        servers=words.count(bill.racks.num_servers),
+        unit=bill.racks.unit,
+    )
+    return f"{said} {needed}"
 
 
 def _bound(result: PlanResult, words: Language) -> str:
@@ -104,4 +142,6 @@ def formats(result: PlanResult, words: Language) -> list[str]:
 
 
 def notices(result: PlanResult, words: Language) -> list[str]:
-    return [words.text(notice.key, **notice.values) for notice in result.notices]
+    """Of all configurations, each once."""
+    said = [words.text(n.key, **n.values) for one in (result, *result.compared) for n in one.notices]
+    return list(dict.fromkeys(said))

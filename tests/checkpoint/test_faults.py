@@ -219,6 +219,14 @@ Q = "quantization_config"
 WEIGHTS = f"{Q}/config_groups/group_0/weights"
 INPUTS = f"{Q}/config_groups/group_0/input_activations"
 FIRST = "model.layers.0.mlp.down_proj"
+
+
+def turned(*places: object) -> dict[str, Any]:
+    """Rotations of every linear, applied there."""
+    apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"config_groups": {"u": {"type": "hadamard", "apply": apply}}}
+
+
 CONTRADICTIONS: list[tuple[str, Change, str]] = [
     (NVFP4, at(f"{Q}/quant_algo", "NVFP4_SVD"), f"{FIRST}: quant_algo 'NVFP4_SVD' is not read"),
     (NVFP4, at(f"{Q}/quant_algo", "W4A16_AWQ"), f"{FIRST}: quant_algo 'W4A16_AWQ' is not read"),
@@ -260,9 +268,29 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
     (CT, at(f"{Q}/config_groups/group_0/targets", ["re:.*layers[.]1.*"]), f"{FIRST} has scales, but no config group"),
     (CT, at(f"{Q}/config_groups/group_0/targets", ["re:(["]), r"'re:\(\[' is no regular expression"),
     (CT, at(f"{Q}/config_groups/group_0/targets", []), "has scales, but no config group targets it"),
+    (CT, at(f"{Q}/transform_config", turned("weight_output", "input")), "a transform_config that is applied"),
+    (CT, at(f"{Q}/transform_config", turned("k_cache", "q_attn")), "a transform_config that is applied"),
+    (CT, at(f"{Q}/transform_config", turned(["input"])), "a transform_config that is applied"),
+    (CT, at(f"{Q}/transform_config", {"config_groups": {"u": {"type": "hadamard"}}}), "a transform_config"),
+    (CT, at(f"{Q}/transform_config", [1]), "a transform_config"),
+    (CT, at(f"{Q}/sparsity_config", {"format": "sparse-24-bitmask"}), "a sparsity_config: weights are stored without"),
+    (CT, at(f"{Q}/sparsity_config", "2:4"), "a sparsity_config"),
     (CT_KV, at(f"{Q}/kv_cache_scheme/num_bits", 4), "a KV cache is not read"),
     (CT_KV, at(f"{Q}/kv_cache_scheme/type", "int"), "a KV cache is not read"),
 ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        at(f"{Q}/transform_config", turned("weight_input", "weight_output")),  # lies in the weights
+        at(f"{Q}/transform_config", {"config_groups": {}}),
+        at(f"{Q}/transform_config", None),
+        at(f"{Q}/sparsity_config", {"format": "dense", "sparsity_structure": "2:4", "global_sparsity": 0.5}),
+    ],
+)
+def test_what_changes_no_number_is_read(change: Change, tmp_path: Path) -> None:
+    assert open_checkpoint(changed(CT, tmp_path, config=change)).quantized is not None
 
 
 @pytest.mark.parametrize(("name", "change", "match"), CONTRADICTIONS, ids=[m for _, _, m in CONTRADICTIONS])

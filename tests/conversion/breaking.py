@@ -14,7 +14,7 @@ from faults.raw import (
     weight_of,
 )
 
-from blockscale.conversion.repair import RepairSummary, repair_checkpoint
+from blockscale.conversion.repair.repair import RepairSummary, repair_checkpoint
 from blockscale.inspection.lint import lint_folder
 
 NVFP4, CT, MOE = "modelopt_llama_nvfp4", "ct_llama_nvfp4", "modelopt_qwen3moe_nvfp4"

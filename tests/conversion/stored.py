@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockscale.conversion.rescale import ScaledWeight
+from blockscale.conversion.repair.rescale import ScaledWeight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 MAX_SCALE_BYTE = 0x7E  # 448

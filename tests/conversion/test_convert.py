@@ -324,14 +324,34 @@ def test_a_mixture_that_modelopt_cannot_name(tmp_path: Path, golden_checkpoint: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("key", ["transform_config", "sparsity_config"])
-@pytest.mark.parametrize("to", [CT, MODELOPT, "bf16", "gguf"])
-def test_weights_that_the_config_turns_are_refused(key: str, to: str, tmp_path: Path) -> None:
-    def turned(settings: dict[str, Any]) -> None:
-        settings["quantization_config"][key] = {"config_groups": {"R1": {"type": "hadamard"}}}
+@pytest.mark.parametrize(
+    ("golden", "name", "value"),
+    [
+        ("ct_llama_nvfp4", "model.layers.1.mlp.down_proj.weight_scale", float("nan")),
+        ("ct_llama_nvfp4", "model.layers.1.mlp.down_proj.weight_global_scale", 0.0),
+        ("ct_llama_nvfp4", "model.layers.1.mlp.down_proj.input_global_scale", float("inf")),
+        ("ct_llama_fp8_dynamic", "model.layers.1.mlp.down_proj.weight_scale", float("nan")),
+        ("ct_llama_nvfp4_fp8kv", "model.layers.1.self_attn.v_scale", -1.0),
+        ("modelopt_qwen3moe_nvfp4", "model.layers.0.mlp.experts.3.up_proj.weight_scale_2", float("nan")),
+    ],
+)
+def test_scales_that_nobody_can_use_are_not_copied(golden: str, name: str, value: float, tmp_path: Path) -> None:
+    def spoil(content: dict[str, torch.Tensor]) -> None:
+        content[name].view(-1)[-1] = value
 
-    with pytest.raises(CheckpointError, match=key):
-        api.convert(changed("ct_llama_nvfp4", tmp_path, config=turned), tmp_path / "out", to)
+    for to in (CT, MODELOPT):
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            api.convert(changed(golden, tmp_path / to, tensors=spoil), tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_low_rank_part_of_a_weight_is_not_left_out(tmp_path: Path) -> None:
+    """As Model Optimizer's SVDQuant writes it, under a config that does not say so."""
+    name = "model.layers.1.mlp.down_proj.weight_quantizer._svdquant_lora_a"
+    folder = changed(NVFP4.name, tmp_path / "q", tensors=lambda content: content.update({name: torch.ones(4, 128)}))
+    for to in (CT, MODELOPT, "bf16"):
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            api.convert(folder, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockscale.conversion import fixes
-from blockscale.conversion.rescale import ScaledWeight
+from blockscale.conversion.repair import fixes
+from blockscale.conversion.repair.rescale import ScaledWeight
 from blockscale.errors import FormatError
 from blockscale.formats.layout import swizzle
 

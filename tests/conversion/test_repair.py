@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from faults.raw import (
+    GOLDEN,
     INDEX,
     Tensors,
     decode,
@@ -21,8 +22,9 @@ from faults.raw import (
 
 from blockscale import api
 from blockscale.checkpoint.reader import open_checkpoint
-from blockscale.conversion.repair import repair_checkpoint
+from blockscale.conversion.repair.repair import repair_checkpoint
 from blockscale.errors import CheckFailed, CheckpointError, OutputError, UsageError
+from blockscale.inspection.lint import lint_folder
 
 from .breaking import (
     CT,
@@ -110,7 +112,7 @@ def test_what_is_still_wrong_afterwards_is_a_bug_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = changed(NVFP4, tmp_path, flip_signs(GATE))
-    monkeypatch.setattr("blockscale.conversion.fixes.unsign_block_scales", lambda packed, scale: (packed, scale))
+    monkeypatch.setattr("blockscale.conversion.repair.fixes.unsign_block_scales", lambda packed, scale: (packed, scale))
     with pytest.raises((OutputError, CheckpointError)):
         repair_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
@@ -162,6 +164,28 @@ def test_a_reversed_member_gets_its_siblings_scale_to_the_bit(tmp_path: Path) ->
     for module in (GATE, UP):
         assert torch.allclose(decode(repaired, module), decode(right, module), rtol=2.0**-22, atol=0)
     assert all(error < 2.0**-22 for error in summary.errors.values())
+
+
+def test_two_reversed_scales_of_which_one_shows_beside_the_source_only(tmp_path: Path) -> None:
+    """The weight's makes values that are odd and not impossible, as its block scales are small."""
+    source = GOLDEN / "base_llama"
+
+    def shift(tensors: Tensors) -> None:
+        scale, shift = tensors[f"{DOWN}.weight_scale"], 2.0**9
+        scale.copy_(scale.float() / shift)
+        tensors[f"{DOWN}.weight_scale_2"] *= shift
+
+    folder = changed(NVFP4, tmp_path, shift)
+    right = load(folder)
+    for scale in ("weight_scale_2", "input_scale"):
+        edit(folder, lambda tensors, name=f"{DOWN}.{scale}": tensors[name].reciprocal_())
+    alone, beside = (lint_folder(folder, source=path).findings for path in (None, source))
+    assert [finding.tensors for finding in alone] == [(f"{DOWN}.input_scale",)]
+    assert [finding.tensors for finding in beside] == [(f"{DOWN}.input_scale", f"{DOWN}.weight_scale_2")]
+    mended(folder, tmp_path / "out", source=source)
+    repaired = load(tmp_path / "out")
+    for scale in ("weight_scale_2", "input_scale"):
+        torch.testing.assert_close(repaired[f"{DOWN}.{scale}"], right[f"{DOWN}.{scale}"], rtol=2.0**-22, atol=0)
 
 
 def test_a_zero_member_takes_the_scale_of_its_group(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from faults.raw import (
 from safetensors.torch import save_file
 
 from blockscale.cli.main import main
-from blockscale.conversion.repair import repair_checkpoint
+from blockscale.conversion.repair.repair import repair_checkpoint
 from blockscale.errors import CheckFailed
 
 from .breaking import (

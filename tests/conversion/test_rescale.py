@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from blockscale.conversion.rescale import Rescaled, ScaledWeight, fill_range, share_global_scale
+from blockscale.conversion.repair.rescale import Rescaled, ScaledWeight, fill_range, share_global_scale
 from blockscale.formats.nvfp4 import decode_packed
 
 from .stored import MAX_SCALE_BYTE, decode, same_bits, scales_of, steps, values, weights
@@ -190,7 +190,7 @@ def test_slices_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
     scale = torch.randint(1, 127, (40, 4), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
     members = [ScaledWeight(packed, scale, torch.tensor(0.01)), ScaledWeight(packed, scale, torch.tensor(0.013))]
     whole = share_global_scale(members)
-    monkeypatch.setattr("blockscale.conversion.rescale._SLICE_ELEMENTS", 192)
+    monkeypatch.setattr("blockscale.conversion.repair.rescale._SLICE_ELEMENTS", 192)
     sliced = share_global_scale(members)
     for first, second in zip(whole, sliced, strict=True):
         assert same_bits(first.weight.packed, second.weight.packed)

@@ -4,6 +4,7 @@
 """
 
 import shutil
+import tempfile
 from pathlib import Path
 
 from .bases import BASES, Find
@@ -98,8 +99,7 @@ class Bases:
 
     def __getitem__(self, name: str) -> Path:
         if name not in self._made:
-            parent = self._parent / f"base-{len(self._made)}"
-            parent.mkdir()
+            parent = Path(tempfile.mkdtemp(dir=self._parent))  # a base that fails to be made is tried again elsewhere
             self._made[name] = BASES[name](parent, self._tiny_model)
         return self._made[name]
 

@@ -238,7 +238,7 @@ def test_a_signalling_nan_is_a_nan(tmp_path: Path) -> None:
 
 
 def test_scales_are_looked_at_without_torch() -> None:
-    modules = ("census", "scale_checks", "global_scale_checks", "scale_order", "layout_checks")
+    modules = ("census", *(f"checks.{name}" for name in ("scales", "global_scales", "scale_order", "layout")))
     imports = "; ".join(f"import blockscale.inspection.{module}" for module in modules)
     program = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

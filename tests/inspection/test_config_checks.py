@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from blockscale.inspection.config_checks import config_faults
+from blockscale.inspection.checks.config import config_faults
 
 from .readings import (
     ATTENTION,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockscale.checkpoint.faults import Fault
-from blockscale.inspection.global_scale_checks import FP8_WEIGHT, INPUT, WEIGHT, GlobalScale, reversed_scales
+from blockscale.inspection.checks.global_scales import FP8_WEIGHT, INPUT, WEIGHT, GlobalScale, reversed_scales
+from blockscale.inspection.checks.scales import scale_faults
 from blockscale.inspection.reading import read_folder
-from blockscale.inspection.scale_checks import scale_faults
 
 from .changed_folders import copied
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.source import open_source
 from blockscale.formats.spec import MXFP4, NVFP4, NVFP4_BLOCK32, Format
-from blockscale.inspection.against_source import decibels
-from blockscale.inspection.layout_checks import layout_faults, layout_notices
+from blockscale.inspection.checks.against_source import decibels
+from blockscale.inspection.checks.layout import layout_faults, layout_notices
+from blockscale.inspection.checks.scales import scale_faults
 from blockscale.inspection.reading import read_folder
-from blockscale.inspection.scale_checks import scale_faults
 
 from .changed_folders import GOLDEN, base_of, copied, golden_names, written
 from .layouts import Tensors, both, drawn, on_bytes, reading_of, source_of, stored, swap_nibbles, swizzle_scales

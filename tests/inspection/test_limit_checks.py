@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.inspection.limit_checks import limit_faults
+from blockscale.inspection.checks.limits import limit_faults
 from blockscale.inspection.reading import read_folder
 
 from .readings import INNER, LLAMA, MOE, WIDTH, compressed, ends, found, fp8, llama, modelopt, moe, nvfp4, without

@@ -125,14 +125,17 @@ def test_the_source_shows_what_the_checkpoint_does_not(copied: Path) -> None:
     assert lint_folder(copied, source=SOURCE, quick=True).findings == ()
 
 
-def test_a_wrong_entry_of_a_mixture_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layer", "algorithm"), [(DOWN, "FP8"), ("model.layers.1.self_attn.o_proj", "NVFP4")], ids=["FP8", "NVFP4"]
+)
+def test_a_wrong_entry_of_a_mixture_is_said_once(layer: str, algorithm: str, tmp_path: Path) -> None:
     name = "modelopt_llama_mixed_fp8attn_nvfp4mlp_fp8kv"
     folder = Path(shutil.copytree(GOLDEN / name, tmp_path / "copy"))
     for file, section in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
         config = json.loads((folder / file).read_text())
-        config[section]["quantized_layers"][DOWN] = {"quant_algo": "FP8"}
+        config[section]["quantized_layers"][layer] = {"quant_algo": algorithm}
         (folder / file).write_text(json.dumps(config))
-    assert [(f.name, f.layer) for f in lint_folder(folder).findings] == [("mixed-layers-mismatch", DOWN)]
+    assert [(f.name, f.layer) for f in lint_folder(folder).findings] == [("mixed-layers-mismatch", layer)]
 
 
 def test_what_was_never_written_is_not_judged_by_its_zeros(copied: Path) -> None:
@@ -188,6 +191,18 @@ def test_no_torch_is_needed_unless_weights_are_compared() -> None:
 # ---------------------------------------------------------------- findings and rules
 
 
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq"])
+@pytest.mark.parametrize("golden", ["modelopt_llama_nvfp4", "ct_llama_nvfp4", "ct_llama_mxfp4"])
+def test_another_ones_method_over_a_dialects_tensors(golden: str, method: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / golden, tmp_path / "copy"))
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    settings = {"quant_method": method, "bits": 4, "group_size": 32, "version": "gemm"}
+    set_config(folder, quantization_config=settings)
+    assert [finding.name for finding in lint_folder(folder).findings] == ["format-mismatch"]
+    with pytest.raises(CheckpointError, match=method):
+        open_checkpoint(folder)
+
+
 def test_findings_carry_their_rules_words(copied: Path) -> None:
     edit(copied, lambda tensors: tensors.pop(f"{DOWN}.input_scale"))
     (finding,) = lint_folder(copied).findings
@@ -197,7 +212,7 @@ def test_findings_carry_their_rules_words(copied: Path) -> None:
     )
     data = lint_folder(copied).to_dict()
     assert data["ok"] is False
-    assert data["findings"] == [vars(finding)]
+    assert data["findings"] == [{**vars(finding), "tensors": []}]
     assert json.loads(json.dumps(data)) == data
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from blockscale.checkpoint.faults import Fault
 from blockscale.formats.spec import E4M3, ScaleType
 from blockscale.inspection.census import Census, scale_value
+from blockscale.inspection.checks.scales import headroom, scale_faults
 from blockscale.inspection.reading import read_folder
-from blockscale.inspection.scale_checks import headroom, scale_faults
 
 from .changed_folders import copied, golden_names, written
 

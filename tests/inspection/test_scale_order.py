@@ -11,9 +11,9 @@ from torch import Tensor
 from blockscale.checkpoint.faults import Fault
 from blockscale.formats.layout import unswizzle
 from blockscale.formats.spec import MXFP4, NVFP4, NVFP4_BLOCK32, Format
-from blockscale.inspection.layout_checks import layout_faults, layout_notices
+from blockscale.inspection.checks.layout import layout_faults, layout_notices
+from blockscale.inspection.checks.scale_order import swizzle_evidence, unswizzled_tile
 from blockscale.inspection.reading import read_folder
-from blockscale.inspection.scale_order import swizzle_evidence, unswizzled_tile
 
 from .changed_folders import golden_names
 from .layouts import Tensors, drawn, on_bytes, reading_of, stored, swizzle_scales
@@ -119,6 +119,15 @@ def test_even_layers_go_with_the_others(tmp_path: Path) -> None:
     for name in weights:
         swizzle_scales(tensors, name)
     assert swizzled_by_lint(tmp_path, tensors) == list(weights)
+
+
+def test_even_layers_go_with_those_that_padding_shows(tmp_path: Path) -> None:
+    """The repair would mend the padded ones alone, and nothing would show the rest."""
+    weights = layers(drawn(128, 512, 9, spread=0), *(drawn(100, 512, seed, spread=0) for seed in range(3)))
+    tensors = stored(weights)
+    for name in weights:
+        swizzle_scales(tensors, name)
+    assert set(swizzled_by_lint(tmp_path, tensors)) == set(weights)
 
 
 def test_even_layers_stay_where_the_others_differ(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from blockscale.checkpoint.faults import Fault
+from blockscale.inspection.checks.structure import structure_faults
 from blockscale.inspection.reading import Reading, read_folder
-from blockscale.inspection.structure_checks import structure_faults
 
 from .readings import (
     INNER,

@@ -39,6 +39,7 @@ from blockscale.checkpoint.linear import (
     QuantizedLinear,
     Scheme,
 )
+from blockscale.checkpoint.patterns import compiled, is_pattern, pattern_problem
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import FP8, FP8_CHANNEL, FP8_TOKEN, MXFP4, NVFP4, Format, Granularity
 
@@ -99,6 +100,8 @@ def read_model(folder: Folder) -> StoredModel:
     kv_tensors, kv_faults = pair_kv_scales(folder.tensors, ".k_scale", ".v_scale")
     kv_format, more = _kv_format(config.get("kv_cache_scheme"))
     faults += [*kv_faults, *more]
+    hint = "engines that know it may serve it; for all else take the 16-bit model that it was made from"
+    faults += [Fault("unknown-algorithm", "config.json", what, hint) for what in unread_parts(config)]
     return StoredModel(
         "compressed-tensors", linears, kv_tensors, kv_format, (_claim(config, kv_format),), tuple(faults)
     )
@@ -109,6 +112,29 @@ def _claim(config: Mapping[str, Any], kv_format: str | None) -> Claim:
     names = tuple(p for p in ignored if isinstance(p, str)) if isinstance(ignored, list) else ()
     container = config.get("format")
     return Claim("config.json", container if isinstance(container, str) else None, names, kv_format)
+
+
+def unread_parts(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a quantization_config says that codes and scales mean besides, a sentence each: the numbers would be wrong
+    without it."""
+    if _is_applied(config.get("transform_config")):
+        yield "config.json has a transform_config that is applied as the model runs, which is not read"
+    sparsity = config.get("sparsity_config")
+    is_dense = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense"
+    if sparsity and not is_dense:
+        yield "config.json has a sparsity_config: weights are stored without their zeros, which is not read"
+
+
+def _is_applied(transforms: object) -> bool:
+    """Whether anything is turned at run time. What is turned in the weights alone lies in the files as it shall be."""
+    if not transforms:
+        return False
+    try:
+        schemes = (transforms["config_groups"] or {}).values()  # type: ignore[index]
+        places = [entry["location"] for scheme in schemes for entry in scheme["apply"]]
+    except (AttributeError, KeyError, TypeError):
+        return True  # nobody knows what it means
+    return any(place not in ("weight_input", "weight_output") for place in places)
 
 
 Groups = Sequence[tuple[Sequence[str], Scheme]]
@@ -128,12 +154,10 @@ def _groups(folder: Folder, config: Mapping[str, Any]) -> tuple[Groups, list[Fau
     except (AttributeError, KeyError, TypeError):
         what = f"{folder.path}: a malformed config group: {json.dumps(content)}"
         return [], [Fault("unknown-algorithm", "config.json", what)]
-    patterns = [target[3:] for targets, _ in groups for target in targets if target.startswith("re:")]
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as e:
-            what = f"a config group's target 're:{pattern}' is no regular expression: {e}"
+    for target in (target for targets, _ in groups for target in targets):
+        problem = pattern_problem(target)
+        if problem is not None:
+            what = f"a config group's target {target!r} {problem}"
             return [], [Fault("unknown-algorithm", "config.json", what)]
     if not groups:
         what = f"{folder.path}: quantization_config has no config_groups with weights"
@@ -181,8 +205,8 @@ def _match(module: str, groups: Groups) -> Scheme | None:
     def rank(target: str) -> int | None:
         if target == module:
             return 0
-        if target.startswith("re:"):
-            return 1 if re.match(target[3:], module) else None
+        if is_pattern(target):
+            return 1 if compiled(target).match(module) else None
         return 2 if target.endswith("Linear") and "." not in target else None
 
     found = [(r, t, scheme) for targets, scheme in groups for t in targets if (r := rank(t)) is not None]

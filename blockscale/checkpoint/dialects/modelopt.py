@@ -41,6 +41,7 @@ from blockscale.checkpoint.linear import (
     QuantizedLinear,
     Scheme,
 )
+from blockscale.checkpoint.structure import nearest
 from blockscale.errors import CheckpointError
 from blockscale.formats.spec import Granularity
 
@@ -187,12 +188,8 @@ def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[Any,
         in_group = _table(groups[0].get("weights")).get("group_size") if len(groups) == 1 else None
         return quantization.get("quant_algo"), quantization.get("group_size") or in_group
     layers = _table(quantization.get("quantized_layers"))
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        entry = layers.get(".".join(parts[:end]))
-        if isinstance(entry, Mapping):
-            return entry.get("quant_algo"), entry.get("group_size")
-    return None, None
+    entry = _table(layers.get(nearest(module, layers) or ""))
+    return entry.get("quant_algo"), entry.get("group_size")
 
 
 def _stored_linear(folder: Folder, module: str, separator: str) -> StoredLinear:

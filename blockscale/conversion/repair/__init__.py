@@ -1,0 +1,1 @@
+"""`lint --repair`: findings, remedies for them, and a new folder without them."""
