@@ -10,6 +10,7 @@ GPU, and calibrations on eight points are from the measurements.
 
 import argparse
 import csv
+import json
 import math
 import random
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from published_points import Point, max_load_points, read_sample
-from record import record
+from record import RESULTS, record
 from scipy.optimize import least_squares
 
 from blockscale.planning.calibrate import Run, fit_runs
@@ -48,7 +49,7 @@ START = Efficiency(
 )
 LOWEST = np.log([0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 1e-6, 1e-6, 1e-6, 1e-6, 1e-5, 1e-7, 0.02, 0.001])
 HIGHEST = np.log([1, 1, 1, 1, 1, 1, 1, 2e-4, 4e-4, 1e-4, 4e-4, 1e-2, 1e-4, 1, 0.5])
-NUM_CALIBRATION, NUM_DRAWS, SMALLEST_GROUP = 8, 5, 24
+NUM_CALIBRATION, NUM_DRAWS, SMALLEST_GROUP = 8, 4, 24
 FITTED_POINTS = 1300
 
 
@@ -154,7 +155,7 @@ def held_out(points: Sequence[Point]) -> dict[str, Any]:
             rows[group] = figures(itl, spread.itl)
             pooled.append(itl)
             queue.append(ttft)
-            print(name, group, rows[group], flush=True)
+            print(name, group, rows[group]["mean_error"], flush=True)
         result[name] = {
             "all": figures(np.concatenate(pooled), spread.itl),
             "ttft": figures(np.concatenate(queue), spread.ttft),
@@ -199,6 +200,27 @@ def calibrated(points: Sequence[Point], key: Callable[[Point], str]) -> dict[str
     }
 
 
+def carried_over(points: Sequence[Point]) -> dict[str, Any]:
+    """Eight points of one model calibrate, those of another on the same GPU, engine and format are predicted."""
+    draw = random.Random(1)
+    base = default_priors().efficiency
+    before: list[float] = []
+    after: list[float] = []
+    for _, own in by(points, lambda p: f"{p.gpu} {p.engine} {p.format}"):
+        models = dict(by(own, KEYS["model"]))
+        for name in [name for name, ps in models.items() if len(ps) >= SMALLEST_GROUP and len(models) > 1]:
+            chosen = draw.sample(models[name], NUM_CALIBRATION)
+            found = fit_runs([Run(p.deployment, p.measurement) for p in chosen])
+            for other in (ps for key, ps in models.items() if key != name):
+                before.append(float(np.abs(np.exp(residuals(other, base)[0]) - 1).mean()))
+                after.append(float(np.abs(np.exp(residuals(other, found.efficiency)[0]) - 1).mean()))
+    return {
+        "pairs": len(after),
+        "uncalibrated": round(float(np.mean(before)), 4),
+        "calibrated_on_another": round(float(np.mean(after)), 4),
+    }
+
+
 def against_peer(points: Sequence[Point], path: Path) -> dict[str, Any]:
     """Both on the rows that planner_peer.py has predictions for."""
     with path.open(newline="") as file:
@@ -234,6 +256,7 @@ def main() -> None:
     parser.add_argument("--sample", type=Path, required=True)
     parser.add_argument("--configs", type=Path, help="folder of the models' configs; default: near SAMPLE")
     parser.add_argument("--peer", type=Path, help="what planner_peer.py wrote")
+    parser.add_argument("--only", nargs="*", help="measure these sections again, and keep the others as recorded")
     parser.add_argument("--fit", action="store_true", help="find the efficiencies anew, print them and stop")
     args = parser.parse_args()
     points, left_out = read_sample(args.sample, args.configs or args.sample.parents[1] / "model_configs")
@@ -244,21 +267,24 @@ def main() -> None:
         print("ITL", figures(residuals(points, e)[0], default_priors().spread.itl))
         print("max load", np.exp(max_load_residuals(e)).round(2))
         return
-    result = {
-        "sample": {"file": args.sample.name, "points": len(points), "left_out": dict(left_out)},
-        "uncalibrated": uncalibrated(points),
-        "calibrated_on_8": {
-            "same_model": calibrated(points, lambda p: f"{p.model} {p.gpu} {p.engine} {p.format}"),
-            "models_mixed": calibrated(points, lambda p: f"{p.gpu} {p.engine} {p.format}"),
-        },
-        "held_out": held_out(points),
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "uncalibrated": lambda: uncalibrated(points),
+        "calibrated_on_8_same_model": lambda: calibrated(points, lambda p: f"{p.model} {p.gpu} {p.engine} {p.format}"),
+        "calibrated_on_8_models_mixed": lambda: calibrated(points, lambda p: f"{p.gpu} {p.engine} {p.format}"),
+        "carried_over_to_another_model": lambda: carried_over(points),
+        "held_out": lambda: held_out(points),
     }
     if args.peer is not None:
-        result["against_aiconfigurator"] = against_peer(points, args.peer)
-    print("uncalibrated", result["uncalibrated"]["itl"])
-    for name, value in result["calibrated_on_8"].items():
-        print("calibrated on 8,", name, value["itl"], "mean of groups", value["mean_of_groups"])
-    print(record("planner_accuracy", result))
+        sections["against_aiconfigurator"] = lambda: against_peer(points, args.peer)
+    result: dict[str, Any] = {"sample": {"file": args.sample.name, "points": len(points), "left_out": dict(left_out)}}
+    file = RESULTS / "planner_accuracy.json"
+    if args.only and file.exists():
+        result |= json.loads(file.read_text())["figures"]
+    for name, measure in sections.items():
+        if not args.only or name in args.only:
+            result[name] = measure()
+            print(name, {key: value for key, value in result[name].items() if "by_" not in key and key != "groups"})
+            record("planner_accuracy", result)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ class HostedExperts(nn.Module):
 class HostedSortedExperts(nn.Module):
     """Llama 4's experts: each is given all tokens, scaled by its router score, one expert after the other."""
 
+    num_experts: int
+
     def __init__(self, original: Any, names: set[str]) -> None:
         super().__init__()
         self.act_fn = original.act_fn

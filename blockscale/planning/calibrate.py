@@ -1,4 +1,4 @@
-"""Fits the efficiencies to a user's own measurements: one engine on one GPU in one format.
+"""Fits the efficiencies to a user's own measurements: one model under one engine on one GPU in one format.
 
 The fit is least squares in log space. Each efficiency is drawn to the package's own as if that had been measured with
 an error of `_PRIOR_SD`, so that a few runs correct what they can see and leave the rest. How far the fit may still be
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import LINEAR_PARTS
+from blockscale.planning.architecture import LINEAR_PARTS, Architecture
 from blockscale.planning.hardware import Gpu, find_gpu
 from blockscale.planning.layout import Layout, check_layout
 from blockscale.planning.measurements import Measurement, read_measurements
@@ -47,6 +47,7 @@ class Calibration:
 
     gpu, format    catalogue key; format of most bytes of the layers
     version        of the engine; None where no file names it
+    shape          of the model: a calibration does not carry over to another one
     error_before   mean of |predicted / measured - 1| of ITL (TTFT where no run has ITL) with the package's priors
     error_after    the same, each run predicted from the others
     """
@@ -55,7 +56,8 @@ class Calibration:
     engine: str
     version: str | None
     format: str
-    models: tuple[str, ...]
+    model: str
+    shape: str
     num_runs: int
     efficiency: Efficiency
     spread: Spread
@@ -71,7 +73,7 @@ class Calibration:
     @property
     def name(self) -> str:
         version = "" if self.version is None else f" {self.version}"
-        return f"{self.engine}{version} on {self.gpu}, {self.format}"
+        return f"{self.engine}{version} on {self.gpu}, {self.model} in {self.format}"
 
 
 def fit(
@@ -125,7 +127,8 @@ def calibrate(
         own_engine or "an engine",
         own_version,
         main_format(deployment),
-        (deployment.architecture.name,),
+        deployment.architecture.name,
+        shape_of(deployment.architecture),
         len(runs),
         found.efficiency,
         found.spread,
@@ -160,6 +163,11 @@ def main_format(d: Deployment) -> str:
             own = d.weights.parts[part]
             sizes[own.format] = sizes.get(own.format, 0) + own.num_bytes
     return max(sizes, key=lambda fmt: sizes[fmt], default="bf16")
+
+
+def shape_of(a: Architecture) -> str:
+    """What a model and its fine-tuned editions have in common, under whatever name."""
+    return f"{a.num_layers} layers of {a.hidden}, {a.num_parameters} parameters"
 
 
 def is_named(gpu: Gpu, text: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockscale.errors import OutputError, UsageError
-from blockscale.planning.calibrate import Calibration, main_format
+from blockscale.planning.calibrate import Calibration, main_format, shape_of
 from blockscale.planning.predict import Spread
 from blockscale.planning.speed import Deployment, Efficiency
 
@@ -21,7 +21,7 @@ def default_calibration_file() -> Path:
 
 
 def save_calibration(calibration: Calibration, path: Path | None = None) -> Path:
-    """Adds it to the file, in the place of an older one of the same GPU, engine, version and format."""
+    """Adds it to the file, in the place of an older one of the same model, GPU, engine, version and format."""
     path = path or default_calibration_file()
     kept = [c for c in read_calibrations(path) if _key(c) != _key(calibration)] if path.exists() else []
     text = json.dumps({"calibrations": [asdict(c) for c in (*kept, calibration)]}, indent=1) + "\n"
@@ -38,29 +38,23 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
 def load_calibration(
     deployment: Deployment, engine: str | None = None, version: str | None = None, path: Path | None = None
 ) -> Calibration | None:
-    """The newest for this GPU and format, and for engine and version where they are given.
+    """The newest for this model, GPU and format, and for engine and version where they are given.
 
-    None where the user's own file has none. A file that is named must have one: UsageError says what it holds.
+    None where there is none. Of a file that is named, UsageError where it has one of another engine or version only.
     """
     file = path or default_calibration_file()
     if path is None and not file.exists():
         return None
-    known = read_calibrations(file)
-    fitting = [
-        c
-        for c in known
-        if (c.gpu, c.format) == (deployment.gpu.key, main_format(deployment))
-        and engine in (None, c.engine)
-        and (version is None or c.version in (None, version))
-    ]
+    wanted = (deployment.gpu.key, main_format(deployment), shape_of(deployment.architecture))
+    known = [c for c in read_calibrations(file) if (c.gpu, c.format, c.shape) == wanted]
+    fitting = [c for c in known if engine in (None, c.engine) and (version is None or c.version in (None, version))]
     if fitting:
         return max(fitting, key=lambda c: c.date)
-    if path is None:
+    if path is None or not known:
         return None
-    wanted = f"{engine or 'any engine'}{'' if version is None else ' ' + version} on {deployment.gpu.key}"
     raise UsageError(
-        f"{file}: no calibration for {wanted}, {main_format(deployment)}",
-        hint="it holds: " + ("; ".join(c.name for c in known) or "none"),
+        f"{file}: no calibration for {engine or 'the engine'}{'' if version is None else ' ' + version}",
+        hint="it holds: " + "; ".join(c.name for c in known) + ". Measure anew and give --calibrate RUN.json",
     )
 
 
@@ -80,9 +74,9 @@ def _calibration(entry: dict[str, Any]) -> Calibration:
     numbers = (*asdict(spread).values(), *asdict(efficiency).values(), entry["error_before"], entry["error_after"])
     if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
         raise ValueError("an efficiency is no positive number")
-    lists = {name: tuple(map(str, entry[name])) for name in ("models", "notices")}
-    return Calibration(**{**entry, **lists, "spread": spread, "efficiency": efficiency})
+    notices = tuple(map(str, entry["notices"]))
+    return Calibration(**{**entry, "notices": notices, "spread": spread, "efficiency": efficiency})
 
 
-def _key(c: Calibration) -> tuple[str, str, str | None, str]:
-    return c.gpu, c.engine, c.version, c.format
+def _key(c: Calibration) -> tuple[str, str, str | None, str, str]:
+    return c.gpu, c.engine, c.version, c.format, c.shape

@@ -35,7 +35,10 @@ class Calibrations:
         """What a reader of calibrated predictions should know."""
         found = self._for(d)
         if found is None:
-            return ()
+            if self._file is None:
+                return ()
+            what = f"{d.architecture.name} in {main_format(d)} on {d.gpu.name}"
+            return (f"{self._file} holds no calibration for {what}: predicted from published measurements",)
         error = (
             f"calibrated on {found.num_runs} runs of {found.name} ({found.date}): mean error of these runs "
             f"{found.error_before:.0%} before, {found.error_after:.0%} after, each predicted from the others"

@@ -82,7 +82,7 @@ def default_layout(architecture: Architecture, gpu: Gpu, num_gpus: int, weights_
     tensor = max(n for n in sizes if num_gpus % n == 0 and all(h % n == 0 for h in heads))
     rest = num_gpus // tensor
     needed = weights_bytes / tensor / (_WEIGHTS_SHARE * gpu.memory_bytes)
-    possible = [n for n in range(1, rest + 1) if rest % n == 0 and n <= architecture.num_layers]
+    possible = [n for n in range(1, min(rest, architecture.num_layers) + 1) if rest % n == 0]
     stages = next((n for n in possible if n >= needed), possible[-1])
     return Layout(tensor=tensor, pipeline=stages, replicas=rest // stages)
 
@@ -117,16 +117,18 @@ def deploy(model: Model, choice: Choice) -> Deployment:
     return Deployment(model.architecture, weights_in(model, choice.format), choice.gpu, choice.layout, choice.cache)
 
 
-_COMPARED = re.compile(r"(?:(?P<format>[a-z0-9-]+)@)?(?:(?P<gpus>\d+)x)?(?P<gpu>[^@:]+)(?::(?P<layout>[a-z0-9]+))?")
+_COMPARED = re.compile(
+    r"(?:(?P<format>[a-z0-9-]+)@)?(?:(?P<gpus>\d+)x)?(?P<gpu>[^@:]+)(?::(?P<layout>[a-z0-9]+))?", re.IGNORECASE
+)
 
 
 def parse_choice(text: str, model: Model, like: Choice) -> Choice:
     """`fp8@h200`, `fp8@8xh200:tp8`, `h200`: what is left out is as in `like`."""
-    match = _COMPARED.fullmatch(text.strip().lower())
+    match = _COMPARED.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"'{text}' is no configuration", hint="for example fp8@h200 or fp8@8xh200:tp8")
     gpu = find_gpu(match["gpu"])
-    fmt = check_format(match["format"]) if match["format"] else like.format
+    fmt = check_format(match["format"].lower()) if match["format"] else like.format
     if match["gpus"] or match["layout"]:
         num_gpus = int(match["gpus"]) if match["gpus"] else None
         size = weights_in(model, fmt).num_bytes

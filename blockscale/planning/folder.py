@@ -1,7 +1,9 @@
 """A model folder as the planner sees it: its architecture from the config, its bytes from the headers, to the byte."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from blockscale.checkpoint.faults import raise_first
 from blockscale.checkpoint.groups import expert_set
@@ -13,6 +15,7 @@ from blockscale.planning.weights import PartWeights, Weights
 
 _BY_REASON = {"embedding": Part.EMBEDDING, HEAD: Part.HEAD, ROUTER: Part.ROUTER, TOWER: Part.TOWER, DRAFT: Part.DRAFT}
 _ATTENTION = ("self_attn", "attention", "attn", "linear_attn", "mixer", "mamba")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _KNOWN = {"bf16": "bf16", "fp16": "bf16", "fp32": "bf16", "fp8": "fp8", "fp8-channel": "fp8", "mxfp4": "mxfp4"}
 
 
@@ -24,6 +27,7 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
     reading = read_folder(path)
     raise_first(reading.folder.faults)  # a shard that is missing would make the sum wrong
     config = reading.folder.config
+    parts_of = _Parts(config)
     architecture = from_config(config, path.name)
     linears, kept = stored_weights(reading)
     sizes: dict[Part, dict[tuple[str, str | None], int]] = {}
@@ -33,13 +37,13 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
         formats[fmt, activation] = formats.get((fmt, activation), 0) + num_bytes
 
     for weight in linears:
-        part = _part(weight.name, weight.shape, config)
+        part = parts_of.find(weight.name, weight.shape)
         num_bytes = sum(info.num_bytes for info in weight.tensors)
         count(part, _format(weight.format), _activation(weight.activation), num_bytes)
     counted = {info.name for weight in linears for info in weight.tensors}
     for name, info in reading.folder.tensors.items():
         if name not in counted:
-            part = _part(name.removesuffix(".weight"), info.shape, config) if name in kept else Part.NORM
+            part = parts_of.find(name.removesuffix(".weight"), info.shape) if name in kept else Part.NORM
             count(part, "bf16", None, info.num_bytes)
     parts = {}
     for part, formats in sizes.items():
@@ -48,7 +52,21 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
     return architecture, Weights(parts, is_exact=True)
 
 
-def _part(module: str, shape: tuple[int, ...], config: Mapping[str, object]) -> Part:
+class _Parts:
+    """`_part`, asked once for all experts of a layer: a large model has tens of thousands."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._known: dict[tuple[str, tuple[int, ...]], Part] = {}
+
+    def find(self, module: str, shape: tuple[int, ...]) -> Part:
+        key = (_EXPERT.sub(".experts.0.", module), shape)
+        if key not in self._known:
+            self._known[key] = _part(*key, self._config)
+        return self._known[key]
+
+
+def _part(module: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Part:
     reason = kept_reason(f"{module}.weight", shape if len(shape) > 1 else (2, 2), config)
     if reason in _BY_REASON:
         return _BY_REASON[reason]

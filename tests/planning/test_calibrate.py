@@ -11,7 +11,7 @@ import pytest
 
 from blockscale.errors import UsageError
 from blockscale.planning.architecture import from_config
-from blockscale.planning.calibrate import Run, calibrate, fit, fit_runs, free_parameters, is_named
+from blockscale.planning.calibrate import Calibration, Run, calibrate, fit, fit_runs, free_parameters, is_named
 from blockscale.planning.calibration_file import (
     default_calibration_file,
     load_calibration,
@@ -90,6 +90,12 @@ def write(path: Path, content: Any) -> Path:
 
 def runs_file(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Path:
     return write(path, [change(vllm(*workload)) for workload in WORKLOADS])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    """Of eight runs of vLLM 0.19.0."""
+    return calibrate([runs_file(tmp_path_factory.mktemp("runs") / "runs.json")], ON_H200)
 
 
 def test_vllm(tmp_path: Path) -> None:
@@ -249,7 +255,7 @@ def test_calibrate_files(tmp_path: Path) -> None:
     assert found.error_after < found.error_before
     priors = fit([file], ON_H200)
     assert priors.efficiency == found.efficiency
-    assert "8 runs of vllm 0.19.0 on h200, fp8" in priors.source
+    assert "8 runs of vllm 0.19.0 on h200, llama-3.1-8b in fp8" in priors.source
     assert priors.spread.itl < default_priors().spread.itl
 
 
@@ -301,13 +307,12 @@ def test_names_of_gpus(gpu: str, text: str, is_it: bool) -> None:
     assert is_named(find_gpu(gpu), text) == is_it
 
 
-def test_kept_and_found_again(tmp_path: Path) -> None:
+def test_kept_and_found_again(found: Calibration, tmp_path: Path) -> None:
     file = tmp_path / "folder" / "calibrations.json"
-    old = calibrate([runs_file(tmp_path / "runs.json")], ON_H200)
-    save_calibration(old, file)
-    other = replace(old, engine="sglang", version="0.5.9")
+    save_calibration(found, file)
+    other = replace(found, engine="sglang", version="0.5.9")
     save_calibration(other, file)
-    newer = replace(old, date="2099-01-01")
+    newer = replace(found, date="2099-01-01")
     save_calibration(newer, file)
     assert read_calibrations(file) == [other, newer]
     assert load_calibration(ON_H200, "vllm", "0.19.0", file) == newer
@@ -316,29 +321,30 @@ def test_kept_and_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [("vllm", "0.20.0"), ("tensorrt-llm", None)])
-def test_another_engine_or_version_is_refused(asked: tuple[str, str | None], tmp_path: Path) -> None:
-    file = save_calibration(calibrate([runs_file(tmp_path / "runs.json")], ON_H200), tmp_path / "c.json")
+def test_another_engine_or_version_is_refused(
+    asked: tuple[str, str | None], found: Calibration, tmp_path: Path
+) -> None:
+    file = save_calibration(found, tmp_path / "c.json")
     with pytest.raises(UsageError, match="no calibration for") as caught:
         load_calibration(ON_H200, *asked, file)
-    assert "vllm 0.19.0 on h200, fp8" in caught.value.hint
+    assert "vllm 0.19.0 on h200, llama-3.1-8b in fp8" in caught.value.hint
 
 
-def test_another_gpu_or_format_is_refused(tmp_path: Path) -> None:
-    file = save_calibration(calibrate([runs_file(tmp_path / "runs.json")], ON_H200), tmp_path / "c.json")
-    for other in (
-        replace(ON_H200, gpu=find_gpu("b200")),
-        replace(ON_H200, weights=weights_of(LLAMA, "nvfp4")),
-    ):
-        with pytest.raises(UsageError, match="no calibration for"):
-            load_calibration(other, "vllm", None, file)
+def test_another_gpu_format_or_model_is_not_calibrated(found: Calibration, tmp_path: Path) -> None:
+    file = save_calibration(found, tmp_path / "c.json")
+    larger = from_config(presets()["llama-3.1-70b"], "llama-3.1-8b")
+    assert load_calibration(replace(ON_H200, gpu=find_gpu("b200")), "vllm", None, file) is None
+    assert load_calibration(replace(ON_H200, weights=weights_of(LLAMA, "nvfp4")), "vllm", None, file) is None
+    assert load_calibration(replace(ON_H200, architecture=larger), "vllm", None, file) is None
+    renamed = replace(ON_H200, architecture=replace(LLAMA, name="my-tuned-llama"))
+    assert load_calibration(renamed, "vllm", None, file) is not None
 
 
-def test_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_file(found: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKSCALE_CONFIG", str(tmp_path / "config"))
     assert load_calibration(ON_H200) is None
-    saved = calibrate([runs_file(tmp_path / "runs.json")], ON_H200)
-    assert save_calibration(saved) == default_calibration_file() == tmp_path / "config" / "calibrations.json"
-    assert load_calibration(ON_H200) == saved
+    assert save_calibration(found) == default_calibration_file() == tmp_path / "config" / "calibrations.json"
+    assert load_calibration(ON_H200) == found
     assert load_calibration(ON_H200, "sglang") is None
 
 
@@ -350,8 +356,8 @@ def test_a_file_that_is_no_calibration(content: str, tmp_path: Path) -> None:
         read_calibrations(write(tmp_path / "c.json", content))
 
 
-def test_a_damaged_calibration(tmp_path: Path) -> None:
-    file = save_calibration(calibrate([runs_file(tmp_path / "runs.json")], ON_H200), tmp_path / "c.json")
+def test_a_damaged_calibration(found: Calibration, tmp_path: Path) -> None:
+    file = save_calibration(found, tmp_path / "c.json")
     content = json.loads(file.read_text())
     for value in (-1, "much", None, float("nan")):
         content["calibrations"][0]["efficiency"]["weights"] = value

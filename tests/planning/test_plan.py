@@ -227,6 +227,8 @@ def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
     assert result.itl_ms.value > 1e3 * 8e9 / 1e12  # no quicker than the memory gives the weights
     assert result.wall_watts is None
     assert "notice.no_power" in [notice.key for notice in result.notices]
+    other = plan("llama-3.1-8b", gpu="h100", format="fp8", compare=[f"FP8@2x{file.rename(tmp_path / 'Mine.toml')}:tp2"])
+    assert other.compared[0].choice.gpu.key == "Mine"
 
 
 def test_bytes_of_a_checkpoint_are_its_files(golden_checkpoint) -> None:
