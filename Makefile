@@ -40,6 +40,7 @@ docs: install
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_lint.py
 	$(BIN)/python docs/generate_claims.py
+	$(BIN)/python docs/generate_planner.py
 
 clean:
 	rm -rf $(VENV) demo-out

@@ -231,16 +231,13 @@ def against_peer(points: Sequence[Point], path: Path) -> dict[str, Any]:
     ttft = np.array([math.log(float(rows[p.key]["ttft_ms"]) / 1e3 / p.ttft_s) for p in known if p.ttft_s])
     own_itl, own_ttft = residuals(known, default_priors().efficiency)
     spread = default_priors().spread
-    engines = {
-        engine: {
-            "points": len(ps),
-            "aiconfigurator": figures(itl[[i for i, p in enumerate(known) if p.engine == engine]], spread.itl)[
-                "mean_error"
-            ],
-            "blockscale": figures(residuals(ps, default_priors().efficiency)[0], spread.itl)["mean_error"],
-        }
-        for engine, ps in by(known, KEYS["engine"])
-    }
+
+    def error(kept: Callable[[Point], bool]) -> dict[str, Any]:
+        at = [i for i, p in enumerate(known) if kept(p)]
+        rows = {"aiconfigurator": itl[at], "blockscale": own_itl[at]}
+        return {"points": len(at), **{name: round(float(np.abs(np.exp(r) - 1).mean()), 4) for name, r in rows.items()}}
+
+    engines = {engine: error(lambda p, e=engine: p.engine == e) for engine in sorted({p.engine for p in known})}
     return {
         "rows_asked": len(asked),
         "rows_without_an_answer": len(asked) - len(known),
@@ -248,6 +245,7 @@ def against_peer(points: Sequence[Point], path: Path) -> dict[str, Any]:
         "aiconfigurator": {"itl": figures(itl, spread.itl), "ttft": figures(ttft, spread.ttft)},
         "blockscale": {"itl": figures(own_itl, spread.itl), "ttft": figures(own_ttft, spread.ttft)},
         "itl_by_engine": engines,
+        "itl_without_gpt_oss": error(lambda p: not p.model.startswith("openai/")),
     }
 
 

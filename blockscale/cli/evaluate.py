@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from blockscale import api, texts
-    from blockscale.cli.output import print_json, progress_bar, quiet_libraries
+    from blockscale.cli.output import print_json, progress_bar, quiet_libraries, reader_may_leave
 
     quiet_libraries()
     api.require_reference(args.reference is not None, args.max_kl, args.max_perplexity_ratio)
@@ -68,10 +68,11 @@ def run(args: argparse.Namespace) -> None:
             report=args.report,
             progress=progress,
         )
-    if args.json:
-        print_json(report.to_dict())
-    else:
-        print_report(report)
+    with reader_may_leave():
+        if args.json:
+            print_json(report.to_dict())
+        else:
+            print_report(report)
     if args.max_kl is not None or args.max_perplexity_ratio is not None:
         # after the figures are out: a failed check still shows what was measured
         api.check_gates(report, args.max_kl, args.max_perplexity_ratio)

@@ -50,6 +50,10 @@ def run(args: argparse.Namespace) -> None:
 
     if args.quick and args.repair is not None:
         raise UsageError("--quick and --repair exclude each other", hint="a repair has to read all there is")
+    if args.tensor_parallel < 1:
+        raise UsageError(
+            f"--tensor-parallel {args.tensor_parallel}: not a number of GPUs", hint="give 1 (the default) or more"
+        )
     with progress_bar() as progress:
         report, summary = _outcome(args, progress)
     _print_notices(report.notices if summary is None else summary.notices)

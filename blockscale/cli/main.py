@@ -8,17 +8,14 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from blockscale.cli import chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize
-from blockscale.cli.output import printable
+from blockscale.cli.output import printable, reader_may_leave
 from blockscale.errors import BlockscaleError
 
 VERBS = {
     module.NAME: module for module in (quantize, inspect, lint, convert, evaluate, generate, chat, plan, doctor, demo)
 }
 
-_INTERRUPTED = (
-    "interrupted",
-    "nothing half-written is left; `quantize` goes on from finished work when run again with --resume",
-)
+_WRITERS = ("convert", "lint", "evaluate", "inspect", "plan")
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,21 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a check that was asked for failed, 2 usage or bad input."""
     args = build_parser().parse_args(argv)
     try:
-        VERBS[args.verb].run(args)
+        with reader_may_leave():
+            VERBS[args.verb].run(args)
     except BlockscaleError as error:
         _fail(str(error), error.hint)
         return error.exit_code
     except KeyboardInterrupt:
-        _fail(*_INTERRUPTED)
+        _fail("interrupted", _after_interruption(args.verb))
         return 2
-    except BrokenPipeError:  # the reader of our output has gone, `blockscale ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if os.environ.get("BLOCKSCALE_TRACEBACK"):
             raise
         _fail(f"unexpected {type(error).__name__}: {error}", "BLOCKSCALE_TRACEBACK=1 shows where; please report it")
         return 2
     return 0
+
+
+def _after_interruption(verb: str) -> str:
+    if verb in ("quantize", "demo"):
+        again = "run again with --resume, it goes on from finished work" if verb == "quantize" else "run it again"
+        return f"nothing half-written is left; {again}"
+    return "nothing half-written is left" if verb in _WRITERS else ""
 
 
 def _fail(message: str, hint: str) -> None:

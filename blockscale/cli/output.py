@@ -4,22 +4,27 @@ import contextlib
 import gc
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+_QUIET_SECONDS = 1.0  # what is done by then needs no line of progress
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (stage, done, total) that draws bars with a time estimate, on a terminal only."""
+    """A callback (stage, done, total) that draws bars with a time estimate on a terminal, and elsewhere prints a line for
+    each stage that is not done at once."""
+    if not sys.stderr.isatty():
+        yield _stage_lines()
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bars:
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:
@@ -28,6 +33,27 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield update
+
+
+def _stage_lines() -> Callable[[str, int, int], None]:
+    begin, told = time.monotonic(), set[str]()
+
+    def update(stage: str, done: int, total: int) -> None:
+        if stage not in told and time.monotonic() - begin > _QUIET_SECONDS:
+            told.add(stage)
+            print(f"{printable(stage)} ...", file=sys.stderr, flush=True)
+
+    return update
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """What is printed inside may find nobody who reads it (`| head`): the verb goes on, and its outcome stays."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from blockscale.checkpoint.dialects.stored import role_faults
 from blockscale.checkpoint.faults import Fault
-from blockscale.errors import CheckpointError
+from blockscale.errors import CheckpointError, UsageError
 from blockscale.inspection.checks.config import config_faults
 from blockscale.inspection.checks.layout import layout_faults, layout_notices
 from blockscale.inspection.checks.limits import limit_faults
@@ -37,7 +37,8 @@ def lint_folder(
     tensor_parallel  GPUs that its matrices are to be split over
     quick            headers, configs and single scales only: no block scales, no weights, no comparison
 
-    CheckpointError where there is no folder, or `source` cannot be read; UsageError for no number of GPUs.
+    CheckpointError where there is no folder, or `source` cannot be read; UsageError for no number of GPUs,
+    and for `quick` with a source.
     """
     return lint_reading(
         read_folder(path), source=source, tensor_parallel=tensor_parallel, quick=quick, progress=progress
@@ -53,7 +54,9 @@ def lint_reading(
     progress: Progress | None = None,
 ) -> LintReport:
     """The same of a folder that has been read already."""
-    opened = None if source is None or quick else _open(source)
+    if quick and source is not None:
+        raise UsageError("a quick look compares nothing with a source", hint="leave out --quick, or --source")
+    opened = None if source is None else _open(source)
     matrices = matrices_of(reading)
     faults = [*reading.faults, *config_faults(reading, matrices), *structure_faults(reading, matrices)]
     faults += limit_faults(reading, tensor_parallel, matrices)

@@ -27,7 +27,7 @@ def limit_faults(
 ) -> Iterator[Fault]:
     """BS501, and BS502 for so many GPUs. UsageError for a number of GPUs that is none."""
     if tensor_parallel < 1:
-        raise UsageError(f"{tensor_parallel} GPUs", hint="--tensor-parallel takes a number from 1 up")
+        raise UsageError(f"not a number of GPUs: {tensor_parallel}", hint="tensor_parallel is 1 or more")
     if reading.model is None:
         return
     matrices = matrices_of(reading) if matrices is None else matrices
