@@ -10,10 +10,11 @@ import torch
 
 from blockscale import texts
 from blockscale.checkpoint.locate import demo_gguf, fetch_demo, locate
-from blockscale.checkpoint.output import OutputFolder, check_absent
+from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint, bits_per_parameter, open_checkpoint
 from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import Source, open_source
+from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.convert import check_weights, convert_checkpoint, num_quantized
 from blockscale.conversion.repair.lint import lint, mend
 from blockscale.conversion.summary import ConversionSummary

@@ -11,6 +11,8 @@ from blockscale.checkpoint.shards import read_json, survey_shards
 from blockscale.errors import CheckpointError
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+_OF_MODELS = ("config.json", HF_QUANT_CONFIG)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Weights in other containers, and what this program writes itself, do not travel with a quantized model.
 _NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf"),
@@ -65,6 +67,11 @@ def survey_folder(path: Path) -> Folder:
             raise CheckpointError(
                 f"{path}: no such model folder", hint="give a folder with config.json and safetensors"
             )
+        if not _is_model(path):
+            raise CheckpointError(
+                f"{path}: no model lies here: neither config.json nor weights",
+                hint="give the folder that holds config.json and *.safetensors",
+            )
         config, faults = _survey_config(path)
         tensors, shard_faults = survey_shards(path)
         quant_config, quant_faults = _survey_quant_config(
@@ -74,6 +81,11 @@ def survey_folder(path: Path) -> Folder:
     except OSError as e:  # no right to look into it
         raise unreadable(path, e) from e
     return Folder(path, config, tensors, companions, quant_config, (*faults, *shard_faults, *quant_faults))
+
+
+def _is_model(path: Path) -> bool:
+    """Whether anything in a folder is a model's, however damaged."""
+    return any(file.name in _OF_MODELS or ".safetensors" in file.name or file.suffix in _PICKLES for file in path.iterdir())
 
 
 def _survey_config(path: Path) -> tuple[dict[str, Any], list[Fault]]:

@@ -21,7 +21,8 @@ import gguf
 import torch
 from torch import Tensor
 
-from blockscale.checkpoint.output import Layout, OutputFolder, disk_errors
+from blockscale.checkpoint.output import Layout, OutputFolder
+from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import CheckpointError, MissingDependencyError
 
 _SLICE_BYTES = 4 << 20

@@ -10,9 +10,8 @@ import os
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from blockscale.errors import CheckpointError
 
@@ -27,10 +26,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MAX_SIZE = 2**63 - 1
 _CHUNK_BYTES = 16 << 20
 _DOWNLOAD = "download it again"
+_START_BYTES = 64  # that tell what else a file is
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one stored tensor lies. `dtype` is safetensors' name; `offset` counts from the start of the file."""
 
     name: str
@@ -84,17 +83,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: int, file_size: int) -> TensorInfo:
     try:
-        dtype_name = str(entry["dtype"])
-        shape = tuple(map(_size, entry["shape"]))
-        begin, end = map(_size, entry["data_offsets"])
-        _size(math.prod(filter(None, shape)))  # torch cannot hold more, not even of an empty tensor
+        dtype_name, shape = str(entry["dtype"]), tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        for value in (*shape, begin, end):  # dimensions and offsets: JSON integers of 63 bits, not negative
+            if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+                raise ValueError(f"not a size: {value!r}")
+        num_elements = math.prod(shape)
+        if (num_elements or math.prod(filter(None, shape))) > _MAX_SIZE:
+            raise ValueError("torch cannot hold more, not even of an empty tensor")
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: malformed header entry for '{name}'", hint=_DOWNLOAD) from e
     if dtype_name not in DTYPE_BYTES:
         raise CheckpointError(
             f"{path}: tensor '{name}' has unknown dtype {dtype_name}", hint="known dtypes: " + ", ".join(DTYPE_BYTES)
         )
-    num_bytes = DTYPE_BYTES[dtype_name] * math.prod(shape)
+    num_bytes = DTYPE_BYTES[dtype_name] * num_elements
     if end - begin != num_bytes:
         raise CheckpointError(
             f"{path}: '{name}' {list(shape)} {dtype_name} cannot fill {end - begin} bytes", hint=_DOWNLOAD
@@ -104,14 +107,19 @@ def _tensor_info(path: Path, name: str, entry: Mapping[str, Any], data_start: in
     return TensorInfo(name, dtype_name, shape, path, data_start + begin, num_bytes)
 
 
-def _size(value: object) -> int:
-    """A dimension or offset: a JSON integer that is not negative and fits 63 bits."""
-    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
-        raise ValueError(f"not a size: {value!r}")
-    return value
-
-
 def _no_safetensors(path: Path, why: str) -> CheckpointError:
+    with path.open("rb") as file:
+        start = file.read(_START_BYTES).lstrip().lower()
+    if start.startswith(b"version https://git-lfs"):
+        return CheckpointError(
+            f"{path}: a Git LFS pointer, and not the file that it points to",
+            hint="run `git lfs pull` where it was cloned, or download the file itself",
+        )
+    if start.startswith((b"<!doctype html", b"<html")):
+        return CheckpointError(
+            f"{path}: an HTML page, and not a safetensors file",
+            hint="the download was answered with a page (a login, an error): download it again, with a token if it is gated",
+        )
     return CheckpointError(f"{path}: not a safetensors file ({why})", hint=_DOWNLOAD)
 
 

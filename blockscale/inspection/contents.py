@@ -24,6 +24,7 @@ from blockscale.inspection.checks.global_scales import (
     GlobalScale,
     fused_faults,
     global_scales,
+    odd_faults,
     reversed_faults,
     reversed_scales,
     stored_scales,
@@ -117,7 +118,12 @@ def _take_censuses(weights: Iterable[Weight], progress: Progress | None) -> tupl
 def _faults_of_values(scales: Sequence[GlobalScale]) -> list[Fault]:
     """What `lint` finds without reading block scales."""
     backwards = reversed_scales(scales, lambda _: None)
-    return [*value_faults(scales), *reversed_faults(backwards), *fused_faults(scales, frozenset(backwards))]
+    return [
+        *value_faults(scales),
+        *reversed_faults(backwards),
+        *odd_faults(scales, backwards),
+        *fused_faults(scales, frozenset(backwards)),
+    ]
 
 
 def _faults_of_bytes(censuses: Mapping[str, Census]) -> Iterator[Fault]:

@@ -151,6 +151,10 @@ _FP8_WEIGHTS = (Scheme(FP8), Scheme(FP8_CHANNEL))
 _UNNAMED = (_lacks_algorithm, "finds no quant_algo in the configs")
 _UNEVEN = (lambda f: f.uneven_experts, "wants all experts of a layer in one format: {} has several")
 _NO_PRE_QUANT = "has no place for pre_quant_scale ({})"
+_NO_KV_SCALES = (
+    lambda f: f.kv_format is not None and not f.has_kv_scales,
+    "the KV cache has no scales: 1.0 is taken for each",
+)
 _OLD_GPU = "activations are rounded to 4 bits on Blackwell; older GPUs compute with 16-bit activations"
 
 OBSTACLES: dict[str, Table] = {
@@ -265,17 +269,19 @@ OBSTACLES: dict[str, Table] = {
 REMARKS: dict[str, Table] = {
     VLLM: (
         (_rounds_inputs_to_4_bits, _OLD_GPU),
+        _NO_KV_SCALES,
         (
             lambda f: _is_modelopt(f) and f.kv_format == "nvfp4" and "kv_cache_scheme" in f.settings,
             "the KV cache stays in 16 bits: NVFP4 in kv_cache_scheme is not read",
         ),
     ),
-    SGLANG: ((_rounds_inputs_to_4_bits, _OLD_GPU),),
+    SGLANG: ((_rounds_inputs_to_4_bits, _OLD_GPU), _NO_KV_SCALES),
     TENSORRT_LLM: (
         (
             lambda f: _is_modelopt(f) and f.file_settings is None,
             "reads config.json; older releases look for hf_quant_config.json, which is not here",
         ),
+        _NO_KV_SCALES,
     ),
     TRANSFORMERS: (
         (_is_ct, "with the compressed-tensors package"),

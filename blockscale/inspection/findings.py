@@ -26,6 +26,11 @@ class Finding:
     hint: str
     tensors: tuple[str, ...] = ()
 
+    @property
+    def code(self) -> str:
+        """`BS101` of `BS101 fused-global-scale-mismatch`."""
+        return RULES[self.name].code
+
 
 @dataclass(frozen=True)
 class LintReport:
@@ -55,7 +60,9 @@ class LintReport:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         counts = {severity: self.count(severity) for severity in ("error", "warning", "info")}
-        findings = [{**vars(finding), "tensors": list(finding.tensors)} for finding in self.findings]
+        findings = [
+            {"code": finding.code, **vars(finding), "tensors": list(finding.tensors)} for finding in self.findings
+        ]
         return {"path": str(self.path), "ok": self.ok, **counts, "findings": findings, "notices": list(self.notices)}
 
 

@@ -10,8 +10,10 @@ from blockscale.errors import CheckpointError, UsageError
 from blockscale.inspection.checks.config import config_faults
 from blockscale.inspection.checks.layout import layout_faults, layout_notices
 from blockscale.inspection.checks.limits import limit_faults
+from blockscale.inspection.checks.names import name_faults
 from blockscale.inspection.checks.scales import scale_faults
 from blockscale.inspection.checks.structure import structure_faults
+from blockscale.inspection.checks.tied_head import tied_head_faults
 from blockscale.inspection.findings import LintReport, to_findings
 from blockscale.inspection.matrices import matrices_of
 from blockscale.inspection.reading import Reading, read_folder
@@ -66,8 +68,12 @@ def lint_reading(
     else:
         faults += scale_faults(reading, quick=quick, progress=progress)
         if not quick:
+            faults += tied_head_faults(reading)
             faults += layout_faults(reading, opened, progress)
-            notices += layout_notices(reading, opened)
+            by_name = [] if opened is None else list(name_faults(reading, opened))
+            faults += by_name
+            if not any(fault.rule == "source-not-compared" for fault in by_name):
+                notices += layout_notices(reading, opened)
     if reading.model is None and reading.folder.method is not None and not any(fault.is_fatal for fault in faults):
         faults += _source_faults(reading)
     return LintReport(reading.folder.path, to_findings(_without_echoes(faults, reading)), tuple(notices))

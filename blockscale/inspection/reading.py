@@ -60,7 +60,9 @@ def read_surveyed(folder: Folder) -> Reading:
     kept = {name: info for name, info in folder.tensors.items() if name not in taken}
     is_known = {fault.rule for fault in faults}
     # with no config at all, that it names no algorithm is no second fault
-    hidden = ("unknown-algorithm",) if "no-quantization-config" in is_known else ()
+    hidden = {"unknown-algorithm"} if "no-quantization-config" in is_known else set[str]()
+    if is_known & {"unreadable-file", "missing-shard"}:
+        hidden.add("nothing-quantized")  # what is quantized may lie in there
     return Reading(folder, model, kept, (*faults, *(f for f in model.faults if f.rule not in hidden)))
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from blockscale.checkpoint.groups import expert_set
-from blockscale.checkpoint.output import disk_errors
+from blockscale.checkpoint.target import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.errors import ModelError, OutputError, RecipeError, UsageError
 from blockscale.host.attention import KVTransform

@@ -510,3 +510,20 @@ def test_other_entries_of_the_config_stay(tmp_path: Path) -> None:
         theirs.pop("quantization_config")
         assert (ours.pop("quantization_config", None) is None) == (to == "bf16")
         assert ours == theirs
+
+
+# ---------------------------------------------------------------- what engines will make of it
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_2", "input_scale"])
+def test_scales_that_engines_misread_are_told(scale: str, tmp_path: Path) -> None:
+    def change(tensors: Any) -> None:
+        tensors[f"model.layers.1.mlp.up_proj.{scale}"].mul_(1.5)
+
+    folder = changed(NVFP4.name, tmp_path / "a", tensors=change)
+    (notice,) = api.convert(folder, tmp_path / "b", CT).notices
+    assert "1 fused groups" in notice
+    assert "model.layers.1.mlp.gate_proj+up_proj" in notice
+    assert "--repair" in notice
+    assert api.convert(folder, tmp_path / "c", "bf16").notices == ()  # no scale is shared there
+    assert api.convert(NVFP4, tmp_path / "d", CT).notices == ()

@@ -36,6 +36,8 @@ from .breaking import (
 )
 from .stored import same_bits
 
+_ZERO = torch.tensor(0.0)
+
 # ---------------------------------------------------------------- what a new config could not say
 
 
@@ -162,3 +164,52 @@ def test_the_command_line_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["lint", str(folder), "--repair", str(tmp_path / "out")]) == 1
     assert DOWN in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- what nothing reads, and what nothing tells
+
+
+def test_an_input_scale_that_nothing_reads_is_left_out(tmp_path: Path) -> None:
+    folder = changed("modelopt_llama_w4a16_nvfp4", tmp_path, lambda t: t.update({f"{DOWN}.input_scale": _ZERO}))
+    summary = mended(folder, tmp_path / "out")
+    assert {finding.name for finding in summary.repairs} == {"bad-global-scale", "unread-input-scale"}
+    before, after = load(folder), load(tmp_path / "out")
+    assert before.keys() - after.keys() == {f"{DOWN}.input_scale"}
+    assert all(same_bits(before[name], tensor) for name, tensor in after.items())
+    assert read_json(tmp_path / "out" / "config.json")["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+
+
+def test_an_input_scale_that_may_be_reversed_stays(tmp_path: Path) -> None:
+    folder = changed(NVFP4, tmp_path, fill(f"{DOWN}.input_scale", 3e5 / 2688), flip_signs(GATE))
+    summary = mended(folder, tmp_path / "out")
+    assert [finding.name for finding in summary.report.findings] == ["odd-input-scale"]
+    name = f"{DOWN}.input_scale"
+    assert same_bits(load(folder)[name], load(tmp_path / "out")[name])
+
+
+def test_the_name_of_awq_is_written(tmp_path: Path) -> None:
+    folder = changed("modelopt_llama_nvfp4_awq_lite", tmp_path)
+    for file, section in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        edit_json(folder / file, lambda content, section=section: content[section].update(quant_algo="NVFP4"))
+    mended(folder, tmp_path / "out")
+    assert read_json(tmp_path / "out" / "config.json")["quantization_config"]["quant_algo"] == "NVFP4_AWQ"
+
+
+def test_an_index_is_written_where_there_is_none(tmp_path: Path) -> None:
+    folder = changed(NVFP4, tmp_path)
+    split(folder, 3)
+    (folder / INDEX).unlink()
+    summary = mended(folder, tmp_path / "out")
+    assert [finding.name for finding in summary.repairs] == ["missing-index"]
+    before, after = load(folder), load(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(same_bits(before[name], tensor) for name, tensor in after.items())
+
+
+def test_no_index_is_made_up_for_files_that_are_missing(tmp_path: Path) -> None:
+    folder = changed(NVFP4, tmp_path)
+    split(folder, 3)
+    (folder / INDEX).unlink()
+    shards(folder)[1].unlink()
+    with pytest.raises(CheckFailed, match="shard 2 of 3 is missing"):
+        repair_checkpoint(folder, tmp_path / "out")

@@ -133,6 +133,10 @@ def two_files_without_index(folder: Path) -> None:
     save(folder / "model-00002-of-00002.safetensors", {**rest, some[0]: torch.ones_like(rest[some[0]])})
 
 
+def remove_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
 def extra_file(name: str, *tensors: str) -> Break:
     """A file with tensors of its own that no index lists."""
     return lambda folder: save(folder / name, {tensor: torch.ones(16) for tensor in tensors})

@@ -73,6 +73,10 @@ def reshape(name: str, *shape: int) -> Break:
     return on_tensors(lambda tensors: tensors.update({name: tensors[name].reshape(shape)}))
 
 
+def copy(old: str, new: str) -> Break:
+    return on_tensors(lambda tensors: tensors.update({new: tensors[old].clone()}))
+
+
 def cast(name: str, dtype: torch.dtype) -> Break:
     return on_tensors(lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
 
@@ -157,6 +161,27 @@ def zero_as_nan(module: str) -> Break:
 
 
 # ---------------------------------------------------------------- layout
+
+
+def zeros_throughout(module: str) -> Break:
+    """A weight of zeros with zeros at every level."""
+
+    def change(tensors: Tensors) -> None:
+        for tensor in (weight_of(tensors, module), tensors[f"{module}.weight_scale"].view(torch.uint8)):
+            tensor.zero_()
+        tensors[global_name(tensors, module)].fill_(0)
+
+    return on_tensors(change)
+
+
+def svd_part(module: str, rank: int = 4) -> Break:
+    """What Model Optimizer leaves of SVDQuant's low-rank part."""
+
+    def change(tensors: Tensors) -> None:
+        k = weight_of(tensors, module).shape[1] * 2
+        tensors[f"{module}.weight_quantizer._svdquant_lora_a"] = torch.ones(rank, k, dtype=torch.bfloat16)
+
+    return on_tensors(change)
 
 
 def swap_nibbles(*modules: str) -> Break:

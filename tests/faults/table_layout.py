@@ -2,6 +2,7 @@
 
 from .breaking_tensors import (
     as_it_is,
+    copy,
     other_codes,
     reshape,
     shuffle_rows,
@@ -28,6 +29,8 @@ WITH_SOURCE = (
     Fault("a swizzle of padded rows", "B4", NVFP4_3, swizzle_padded_scales(OUT), "swizzled-scales", OUT, True,
           source=LLAMA),
     Fault("rows in another order", "B9", NVFP4, shuffle_rows(OUT), "differs-from-source", OUT, False, source=LLAMA),
+    Fault("block scales of another layer", "B17", NVFP4, copy(f"{FIRST_DOWN}.weight_scale", f"{DOWN}.weight_scale"),
+          "far-from-source", DOWN, False, source=LLAMA),
     Fault("codes of another weight", "B17", CT_A16, other_codes(DOWN), "differs-from-source", DOWN, False,
           source=LLAMA),
     Fault("an expert's codes of another weight", "B17", MOE, other_codes(f"{EXPERT}.up_proj"), "differs-from-source",

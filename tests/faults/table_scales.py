@@ -16,10 +16,12 @@ from .breaking_tensors import (
     reciprocal_everywhere,
     rename,
     set_bit,
+    svd_part,
     to_fp8,
     unquantize,
     zero_as_nan,
     zero_scales,
+    zeros_throughout,
 )
 from .fault import Fault
 
@@ -94,6 +96,7 @@ BLOCKS = (
           f"{EXPERT}.down_proj", False),
     Fault("one level", "B3", NVFP4, one_level(DOWN), "subnormal-block-scales", DOWN, True, 0, True),
     Fault("one level, ct", "B3", CT_A16, one_level(DOWN), "subnormal-block-scales", DOWN, True, 0, True),
+    Fault("zeros throughout", "B3", f"{NVFP4} with zeros", zeros_throughout(DOWN), "zero-weight-as-nan", DOWN, True),
     Fault("zeros as NaN", "B3", f"{NVFP4} with zeros", zero_as_nan(DOWN), "zero-weight-as-nan", DOWN, True),
 )  # fmt: skip
 
@@ -132,6 +135,8 @@ GLOBALS = (
           False),
     Fault("denormal divisor", "B2", CT, fill(f"{DOWN}.input_global_scale", 1e-40), "denormal-global-scale", DOWN,
           False),
+    Fault("inputs of 300,000 in one layer", "B2", NVFP4, fill(f"{DOWN}.input_scale", 3e5 / 2688), "odd-input-scale",
+          DOWN, False),
     Fault("divisor for multiplier", "B4", NVFP4, reciprocal(f"{DOWN}.weight_scale_2"), "reversed-global-scale", DOWN,
           True, ULP),
     Fault("divisors for multipliers", "B12", A16, reciprocal_everywhere("weight_scale_2"), "reversed-global-scale",
@@ -189,6 +194,9 @@ MISSING = (
           torch.tensor(0.01)), "loose-scale", "model.layers.9.mlp.up_proj", True),
     Fault("a scale under another name", "B10", NVFP4, rename(f"{DOWN}.input_scale", f"{MLP}.down.input_scale"),
           "loose-scale", f"{MLP}.down", False),
+    Fault("an input scale below 16-bit inputs", "B10", A16, put(f"{DOWN}.input_scale", torch.tensor(0.01)),
+          "unread-input-scale", DOWN, True),
+    Fault("a low-rank part", "B10", NVFP4, svd_part(DOWN), "format-mismatch", "config.json", False),
     Fault("a quantizer's own tensor", "B10", NVFP4, put(f"{DOWN}.weight_quantizer._amax", torch.tensor(0.1)),
           "loose-scale", DOWN, True),
     Fault("key without value", "B4", KV, drop(f"{VALUE}.v_scale"), "one-sided-kv-scale", ATTENTION, False),

@@ -275,7 +275,34 @@ def test_a_cache_that_is_not_announced() -> None:
 
 
 def test_a_cache_without_scales() -> None:
-    assert faults(modelopt(llama(), **FP8_CACHE)) == [("kv-config-mismatch", "config.json")]
+    assert faults(modelopt(llama(), **FP8_CACHE)) == [("kv-scales-missing", "config.json")]
+
+
+def test_a_cache_with_scales_of_heads_has_some() -> None:
+    entries = llama() | dict.fromkeys(cache(0, 1), ("F32", (2, 1)))
+    reading = modelopt(entries, **FP8_CACHE)
+    assert faults(reading) == []
+    assert {fault.rule for fault in reading.faults} == {"kv-config-mismatch"}
+
+
+# ---------------------------------------------------------------- more than codes and scales
+
+
+def with_input_factors(*modules: str) -> Entries:
+    return llama() | {f"{module}.pre_quant_scale": ("BF16", (INNER,)) for module in modules}
+
+
+def test_awq_is_not_plain_nvfp4() -> None:
+    assert faults(modelopt(with_input_factors(DOWN))) == [("format-mismatch", "config.json")]
+    named = {"quantization": {"quant_algo": "NVFP4_AWQ"}, "nested": {"quant_algo": "NVFP4_AWQ"}}
+    assert faults(modelopt(with_input_factors(DOWN), **named)) == []
+
+
+def test_a_low_rank_part_is_not_plain_nvfp4() -> None:
+    entries = with_input_factors(DOWN) | {f"{DOWN}.weight_quantizer._svdquant_lora_a": ("BF16", (4, INNER))}
+    (fault,) = config_faults(modelopt(entries))
+    assert (fault.rule, fault.where, fault.is_fatal) == ("format-mismatch", "config.json", True)
+    assert "SVDQuant" in fault.message
 
 
 def test_a_layer_without_scales_of_its_cache() -> None:

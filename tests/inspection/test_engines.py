@@ -445,6 +445,18 @@ def test_a_cache_scale_without_its_pair(tmp_path: Path) -> None:
         assert says(folder, engine).startswith("BS114 one-sided-kv-scale")
 
 
+def test_a_cache_without_scales_runs_with_ones(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+            del tensors[name]
+
+    folder = copied("modelopt_llama_nvfp4_fp8kv", tmp_path, change)
+    for engine in SERVERS:
+        assert verdict(folder, engine).loads
+        assert "1.0 is taken" in says(folder, engine)
+    assert "1.0" not in says(GOLDEN / "modelopt_llama_nvfp4_fp8kv", "vLLM")
+
+
 def test_a_cache_of_4_bits(tmp_path: Path) -> None:
     """Model Optimizer announces it in config.json by a name, which vLLM passes over."""
     folder = copied("modelopt_llama_nvfp4_fp8kv", tmp_path)

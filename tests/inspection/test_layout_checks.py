@@ -296,3 +296,44 @@ def test_progress_counts_to_the_end(tmp_path: Path) -> None:
 def test_decibels() -> None:
     assert decibels(0.01) == pytest.approx(20)
     assert decibels(0) == math.inf
+
+
+# ---------------------------------------------------------------- farther than its like
+
+
+def layers(count: int, change: Callable[[Tensors], object], parent: Path, leaf: str = "up_proj") -> list[Fault]:
+    """Of a model with a linear a layer."""
+    weights = {f"model.layers.{i}.mlp.{leaf}": drawn(64, 256, i, 0.0) for i in range(count)}
+    tensors = stored(weights)
+    change(tensors)
+    return list(layout_faults(reading_of(parent, tensors), source_of(parent, weights)))
+
+
+def other_scales(tensors: Tensors) -> None:
+    """The next layer's block scales."""
+    tensors[f"{LAYER}.weight_scale"] = tensors[f"{LAYER.replace('.0.', '.1.')}.weight_scale"].clone()
+
+
+def test_block_scales_of_another_layer(tmp_path: Path) -> None:
+    (fault,) = layers(5, other_scales, tmp_path)
+    assert (fault.rule, fault.where, fault.is_fatal) == ("far-from-source", LAYER, False)
+
+
+def test_too_few_layers_tell_nothing(tmp_path: Path) -> None:
+    assert layers(3, other_scales, tmp_path) == []
+
+
+def test_layers_that_are_all_as_far_are_alike(tmp_path: Path) -> None:
+    """Trained on, or pruned, after they were quantized."""
+
+    def all_other(tensors: Tensors) -> None:
+        scales = [name for name in tensors if name.endswith("weight_scale")]
+        tensors.update(zip(scales, [tensors[name] for name in [*scales[1:], scales[0]]], strict=True))
+
+    assert layers(5, all_other, tmp_path) == []
+
+
+def test_a_layer_of_outliers_is_not_far(tmp_path: Path) -> None:
+    weights = {f"model.layers.{i}.mlp.up_proj": drawn(64, 256, i, 0.0) for i in range(5)}
+    weights[LAYER][::7, 3] *= 40
+    assert list(layout_faults(reading_of(tmp_path, stored(weights)), source_of(tmp_path, weights))) == []

@@ -193,6 +193,20 @@ def test_zero_weight_as_nan(tmp_path: Path, codes: int) -> None:
     assert named(found(tmp_path, NVFP4, zero_as_nan(codes))) == [("zero-weight-as-nan", DOWN)]
 
 
+@pytest.mark.parametrize("scale", [0x00, 0x38])
+def test_zero_codes_below_a_global_scale_of_zero(tmp_path: Path, scale: int) -> None:
+    def change(tensors: Tensors) -> None:
+        zero_as_nan(0x00)(tensors)
+        as_bytes(tensors, f"{DOWN}.weight_scale").fill_(scale)
+
+    assert named(found(tmp_path, NVFP4, change)) == [("zero-weight-as-nan", DOWN)]
+
+
+def test_codes_below_a_global_scale_of_zero_were_a_weight(tmp_path: Path) -> None:
+    faults = found(tmp_path, NVFP4, lambda tensors: tensors[f"{DOWN}.weight_scale_2"].zero_())
+    assert named(faults) == [("bad-global-scale", DOWN)]
+
+
 def test_other_codes_below_nan_were_a_weight(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         zero_as_nan(0x77)(tensors)

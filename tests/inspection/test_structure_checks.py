@@ -127,12 +127,37 @@ def test_stacks_of_experts_have_nothing_to_count() -> None:
         (f"{P}.mlp.gate", "router-quantized"),
         ("model.visual.blocks.0.mlp.fc1", "tower-quantized"),
         ("model.multi_modal_projector.linear_1", "tower-quantized"),
+        ("model.embed_tokens", "quantized-embedding"),
+        ("transformer.wte", "quantized-embedding"),
+        ("model.language_model.embed_tokens_per_layer", "quantized-embedding"),
     ],
 )
 def test_what_should_not_be_quantized(module: str, rule: str) -> None:
     entries = {name: entry for name, entry in llama().items() if not name.startswith(f"{module}.")}
     seen = faults(modelopt(entries | nvfp4(module, WIDTH, WIDTH)))
     assert (rule, module) in seen
+
+
+@pytest.mark.parametrize("module", ["model.embed_vision.embedding_projection", f"{P}.mlp.shared_embed.up_proj"])
+def test_linears_that_work_on_embeddings(module: str) -> None:
+    assert "quantized-embedding" not in {rule for rule, _ in faults(modelopt(llama() | nvfp4(module, WIDTH, WIDTH)))}
+
+
+def test_an_input_scale_that_nothing_reads() -> None:
+    entries = llama(is_static=False) | {f"{P}.mlp.up_proj.input_scale": ("F32", ())}
+    assert faults(modelopt(entries, quantization={"quant_algo": "W4A16_NVFP4", "config_groups": None})) == [
+        ("unread-input-scale", f"{P}.mlp.up_proj")
+    ]
+
+
+def test_a_stack_has_one_global_scale() -> None:
+    stack = f"{P}.feed_forward.experts.down_proj"
+    entries = llama() | {stack: ("U8", (4, INNER // 2, WIDTH)), f"{stack}_weight_scale": ("F8_E4M3", (4, 8, WIDTH))}
+    entries |= {f"{stack}_weight_scale_2": ("F32", (4,)), f"{stack}_input_scale": ("F32", ())}
+    (fault,) = modelopt(entries).faults
+    assert (fault.rule, fault.where) == ("format-mismatch", stack)
+    assert "one scale a stack" in fault.message
+    assert "for all experts" in fault.hint
 
 
 def test_shapes_of_global_scales() -> None:

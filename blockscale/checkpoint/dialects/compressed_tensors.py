@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
@@ -80,7 +80,8 @@ def read_model(folder: Folder) -> StoredModel:
     """The quantized linears of a compressed-tensors folder, and what config and tensors disagree in."""
     config = folder.config["quantization_config"]
     groups, faults = _groups(folder, config)
-    linears = {}
+    linears: dict[str, StoredLinear] = {}
+    sound: set[Hashable] = set()
     for name in folder.tensors:
         if not name.endswith(".weight_scale"):
             continue
@@ -89,7 +90,7 @@ def read_model(folder: Folder) -> StoredModel:
         if scheme is None and groups:
             what = f"{module} has scales, but no config group targets it"
             faults.append(Fault("excluded-but-quantized", module, what, "engines would load it as 16 bits"))
-        linear, own_faults = settle(_stored_linear(folder, module, scheme), scheme)
+        linear, own_faults = settle(_stored_linear(folder, module, scheme), scheme, sound)
         faults += own_faults
         if linear is not None:
             linears[module] = linear

@@ -16,7 +16,7 @@ Source: nvidia-modelopt 0.47.0, torch/export.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
@@ -82,7 +82,11 @@ def read_model(folder: Folder) -> StoredModel:
     quantization = _quantization(folder)
     algorithm = quantization.get("quant_algo")
     faults: list[Fault] = []
-    linears = {}
+    linears: dict[str, StoredLinear] = {}
+    sound: set[Hashable] = set()
+    is_mixed = algorithm == "MIXED_PRECISION"
+    # of a model in one format, what the config says of any layer: a large model has tens of thousands
+    same = None if is_mixed else _claimed_scheme("", quantization)
     for name in folder.tensors:
         if name.endswith(".weight_scale"):
             module, separator = name.removesuffix(".weight_scale"), "."
@@ -90,8 +94,8 @@ def read_model(folder: Folder) -> StoredModel:
             module, separator = name.removesuffix("_weight_scale"), "_"
         else:
             continue
-        scheme, claim_faults = _claimed_scheme(module, quantization)
-        linear, own_faults = settle(_stored_linear(folder, module, separator), scheme)
+        scheme, claim_faults = _claimed_scheme(module, quantization) if same is None or same[1] else same
+        linear, own_faults = settle(_stored_linear(folder, module, separator), scheme, sound)
         faults += own_faults or claim_faults
         if linear is not None:
             linears[module] = linear
@@ -272,11 +276,19 @@ def config_files(
         flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     elif kv_format:
         flat["kv_cache_scheme"] = kv_format.upper()
-    flat |= {"producer": PRODUCER, "quant_method": "modelopt"}
+    producer = _producer(config)
+    flat |= {"producer": producer, "quant_method": "modelopt"}
     return {
         "config.json": json.dumps({**config, "quantization_config": flat}, indent=2) + "\n",
-        HF_QUANT_CONFIG: json.dumps({"producer": PRODUCER, "quantization": nested}, indent=2) + "\n",
+        HF_QUANT_CONFIG: json.dumps({"producer": producer, "quantization": nested}, indent=2) + "\n",
     }
+
+
+def _producer(config: Mapping[str, Any]) -> object:
+    """As the config names it already; else the one whose layout this is, for loaders look at it."""
+    quantization = config.get("quantization_config")
+    said = quantization.get("producer") if isinstance(quantization, Mapping) else None
+    return said if isinstance(said, Mapping) and isinstance(said.get("name"), str) else PRODUCER
 
 
 def _check_mixture(by_scheme: Mapping[Scheme, Sequence[str]]) -> None:

@@ -1,7 +1,7 @@
 """What a dialect finds in a folder: which stored tensor plays which role of which linear, and what does not fit."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -77,17 +77,26 @@ class StoredModel:
     faults: tuple[Fault, ...] = ()
 
 
-def settle(linear: StoredLinear, claimed: Scheme | None) -> tuple[StoredLinear | None, list[Fault]]:
+def settle(
+    linear: StoredLinear, claimed: Scheme | None, sound: set[Hashable]
+) -> tuple[StoredLinear | None, list[Fault]]:
     """The linear under the scheme that its tensors fit - the claimed one if it can be - and its faults.
 
     `linear.scheme` is not looked at. None for a scale without codes, and for tensors that are no known format.
+
+    sound   dtypes and shapes that were found to fit, which the caller keeps from linear to linear: experts are alike
     """
+    alike = (claimed, linear.is_transposed, *((r, i.dtype, i.shape) for r, i in linear.tensors.items()))
+    if claimed is not None and alike in sound:
+        return _with_scheme(linear, claimed), []
     if "packed" not in linear.tensors:
         scale = linear.tensors["block_scale"]
-        what = f"{linear.name}: {scale.name} is there, but its packed is missing"
+        what = f"{linear.name}: {scale.name} is there, but its codes are missing"
         return None, [Fault("loose-scale", linear.name, what, _INCOMPLETE)]
     under_claim = None if claimed is None else _with_scheme(linear, claimed)
     faults = [] if under_claim is None else list(role_faults(under_claim))
+    if not faults:
+        sound.add(alike)
     if under_claim is not None and not any(fault.rule == "format-mismatch" for fault in faults):
         return under_claim, faults
     fitting = guess_scheme(linear)
@@ -127,13 +136,21 @@ def role_faults(linear: StoredLinear) -> Iterator[Fault]:
     for role in required:
         if role not in linear.tensors:
             rule = {"input_global_scale": "missing-input-scale"}.get(role, f"missing-{role.replace('_', '-')}")
-            what = f"{linear.name}: quantized as {linear.scheme.name}, but its {role} is missing"
+            what = f"{linear.name}: quantized as {linear.scheme.name}, but its {_own_name(linear, role)} is missing"
             yield Fault(rule, linear.name, what, _INCOMPLETE)
     if "block_scale" in linear.tensors:
         yield from _weight_faults(linear, fmt)
     for role in ("global_scale", "input_global_scale"):
         yield from _size_faults(linear, role, 1)
     yield from _size_faults(linear, "pre_quant_scale", linear.shape[-1])
+
+
+def _own_name(linear: StoredLinear, role: str) -> str:
+    """The last part of the name that a tensor has in the linear's dialect."""
+    if not linear.has_divisors:
+        return {"block_scale": "weight_scale", "global_scale": "weight_scale_2"}.get(role, "input_scale")
+    of_input = "input_global_scale" if linear.scheme.activation is NVFP4 else "input_scale"
+    return {"block_scale": "weight_scale", "global_scale": "weight_global_scale"}.get(role, of_input)
 
 
 def _weight_faults(linear: StoredLinear, fmt: Format) -> Iterator[Fault]:
@@ -174,7 +191,11 @@ def _weight_faults(linear: StoredLinear, fmt: Format) -> Iterator[Fault]:
 
 def _size_faults(linear: StoredLinear, role: str, size: int) -> Iterator[Fault]:
     info = linear.tensors.get(role)
-    if info is not None and (math.prod(info.shape) != size or info.dtype not in _FLOATS):
+    if info is not None and linear.is_transposed and size == 1 and len(info.shape) == 1 and info.shape[0] > 1:
+        what = f"{info.name}: {list(info.shape)}, but one scale a stack of experts is read"
+        hint = "store one for all experts, the largest, and divide their block scales accordingly"
+        yield Fault("format-mismatch", linear.name, what, hint)
+    elif info is not None and (math.prod(info.shape) != size or info.dtype not in _FLOATS):
         what = f"{info.name}: {info.dtype} {list(info.shape)}, but {linear.scheme.name} has {size} scales here"
         yield Fault("format-mismatch", linear.name, what, _OTHER_FORMAT)
 

@@ -28,6 +28,10 @@ _PREFIX_NOTICE = (
     "llama.cpp puts a space in front of what follows any special token; the model's tokenizer does so at the start of "
     "a text, or where none is"
 )
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model"),
+    *("tekken.json", "*.tiktoken", "tokenization_*.py"),
+)
 _SPECIALS = ("bos", "eos", "unk", "sep", "pad", "mask")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
@@ -116,7 +120,17 @@ def read_vocabulary(path: Path, config: Any, num_tokens: int) -> Vocabulary:
     )
 
 
+def check_tokenizer(path: Path) -> None:
+    """CheckpointError, at once, for a folder without any tokenizer's file."""
+    if not any(file.is_file() for name in _TOKENIZER_FILES for file in path.glob(name)):
+        raise CheckpointError(
+            f"{path}: no tokenizer, and a GGUF file holds one",
+            hint="copy tokenizer.json and tokenizer_config.json there from the model it was made from",
+        )
+
+
 def _load(path: Path) -> Any:
+    check_tokenizer(path)
     from transformers import AutoTokenizer
 
     try:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, LlamaFileType
 
-from blockscale.checkpoint.output import disk_errors, partial_path
+from blockscale.checkpoint.output import partial_path
+from blockscale.checkpoint.target import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.conversion.gguf.families import Family
 from blockscale.conversion.gguf.hyperparameters import (

@@ -20,7 +20,10 @@ from blockscale.inspection.matrices import is_tied
 
 # Faults of files and index that looking into the files can mend.
 MENDED = frozenset(
-    ("missing-shard", "ghost-index-entry", "unindexed-tensor", "duplicate-tensor", "unsafe-path", "wrong-total-size")
+    (
+        *("missing-shard", "ghost-index-entry", "unindexed-tensor", "duplicate-tensor", "unsafe-path"),
+        *("wrong-total-size", "missing-index"),
+    )
 )
 _OTHER_COPY = "consolidated*"  # Mistral's own container of the same weights, under other names
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")

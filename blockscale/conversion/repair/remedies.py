@@ -182,7 +182,9 @@ def _bad_scale(sheet: _Sheet, finding: Finding) -> str:
         info = linear.tensors.get(role) if role is not None else None
         if info is None or fixes.is_usable(read_tensor(info)) or (role != ROLE and linear.name in sheet.zeros):
             continue
-        if role == ROLE:
+        if role == ROLE and not linear.scheme.needs_input_scale:
+            sheet.dropped.add(info.name)
+        elif role == ROLE:
             sheet.missing_inputs.setdefault(linear.name, []).append(finding)
         elif fixes.is_usable(-read_tensor(info).float()):
             sheet.treat(linear.name, has_signed_global=True)
@@ -226,6 +228,14 @@ def _loose(sheet: _Sheet, finding: Finding) -> str:
     if lost or not loose:
         return "what it is the scale of is lost"
     sheet.dropped.update(info.name for info in loose)
+    return ""
+
+
+def _unread_input(sheet: _Sheet, finding: Finding) -> str:
+    linear = sheet.linears.get(finding.layer)
+    if linear is None:
+        return _NOTHING
+    sheet.dropped.add(linear.tensors[ROLE].name)
     return ""
 
 
@@ -304,6 +314,7 @@ _HANDLERS: Mapping[str, Handler] = {
     "reversed-global-scale": _reversed,
     "missing-input-scale": _missing_input,
     "loose-scale": _loose,
+    "unread-input-scale": _unread_input,
     "zero-weight-as-nan": _treat_linear(is_zero_as_nan=True),
     "subnormal-block-scales": _subnormal,
     "malformed-json": _json,

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blockscale.checkpoint.dialects.stored import StoredModel, role_faults
+from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, role_faults
 from blockscale.checkpoint.folder import survey_folder
 from blockscale.checkpoint.groups import fused_groups
-from blockscale.checkpoint.output import OutputFolder, check_absent
+from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.source import as_itself
+from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.repair.config_losses import losses, with_said_activations
 from blockscale.conversion.repair.reindex import Reindexed, is_mended, reindex
 from blockscale.conversion.repair.remedies import Remedies, find_remedies
@@ -206,8 +207,15 @@ def _present(path: Path, names: Sequence[str]) -> list[Path]:
 
 def _linear_jobs(model: StoredModel, remedies: Remedies) -> Iterator[Job]:
     for name, members in fused_groups(model.linears).items():
-        linears = [model.linears[member] for member in members]
+        linears = [_without(model.linears[member], remedies.dropped) for member in members]
         yield from treat_group(name, linears, remedies.treatments, shares=name in remedies.shared)
+
+
+def _without(linear: StoredLinear, dropped: frozenset[str]) -> StoredLinear:
+    """Without the tensors of these names."""
+    if not any(info.name in dropped for info in linear.tensors.values()):
+        return linear
+    return replace(linear, tensors={role: info for role, info in linear.tensors.items() if info.name not in dropped})
 
 
 def _provenance(path: Path, repairs: Sequence[Finding]) -> Mapping[str, Any]:
@@ -227,7 +235,7 @@ def _notices(remedies: Remedies, reindexed: Reindexed) -> Iterator[str]:
         count = len(reindexed.forgotten)
         yield f"the index listed {count} tensors that no file holds and nothing needs, first '{reindexed.forgotten[0]}'"
     if remedies.dropped:
-        yield f"{len(remedies.dropped)} scales that belong to no weight are left out, first '{min(remedies.dropped)}'"
+        yield f"{len(remedies.dropped)} scales that nothing reads are left out, first '{min(remedies.dropped)}'"
     borrowed = [finding.layer for finding in remedies.treated if finding.name == "missing-input-scale"]
     if borrowed:
         yield f"{len(borrowed)} input scales are siblings', of the same input, first of {borrowed[0]}"

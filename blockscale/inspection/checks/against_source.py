@@ -9,7 +9,7 @@ both. Quantization may have been preceded by a change of scale of rows and colum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def _rows(info: TensorInfo, first: int, count: int) -> Tensor:
     width = info.shape[-1]
     row_bytes = info.num_bytes // math.prod(info.shape[:-1])
     offset = info.offset + first * row_bytes
-    return read_tensor(replace(info, shape=(count, width), offset=offset, num_bytes=count * row_bytes))
+    return read_tensor(info._replace(shape=(count, width), offset=offset, num_bytes=count * row_bytes))
 
 
 # ---------------------------------------------------------------- distance

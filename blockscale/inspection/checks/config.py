@@ -5,20 +5,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from blockscale.checkpoint.dialects.modelopt import ALGORITHMS
 from blockscale.checkpoint.dialects.stored import Claim, StoredModel
 from blockscale.checkpoint.faults import Fault
+from blockscale.checkpoint.linear import W4A4
 from blockscale.checkpoint.structure import HEAD, NOT_RUN, nearest
 from blockscale.inspection.checks.lists import effective_claims, list_faults, lists_differ
 from blockscale.inspection.matrices import Matrix, is_tied, matrices_of
 from blockscale.inspection.reading import Reading
 
+_SVD = "svdquant_lora_"
+_OF_KV_SCALES = ("one-sided-kv-scale", "kv-config-mismatch")  # scales that are there, and that nobody can read
+
 
 def config_faults(reading: Reading, matrices: Sequence[Matrix] | None = None) -> Iterator[Fault]:
-    """BS304 to BS308 and BS310 to BS314; what else configs get wrong, reading has found already."""
+    """BS304 to BS314 and BS321; what else configs get wrong, reading has found already."""
     if reading.model is None or any(fault.rule == "no-quantization-config" for fault in reading.faults):
         return
     matrices = matrices_of(reading) if matrices is None else matrices
     yield from list_faults(reading, matrices)
     yield from _disagreements(reading, reading.model, matrices)
     yield from _mixed_faults(reading.model)
+    yield from _more_than_codes(reading, reading.model)
     yield from _head_faults(reading, matrices)
     yield from _kv_faults(reading.model, matrices)
 
@@ -79,6 +84,26 @@ def _entry_faults(model: StoredModel, claim: Claim, layers: Mapping[str, str]) -
             yield Fault("mixed-layers-mismatch", entry, what, "drop the entry", is_fatal=False)
 
 
+# ---------------------------------------------------------------- more than codes and scales
+
+
+def _more_than_codes(reading: Reading, model: StoredModel) -> Iterator[Fault]:
+    """Tensors of SVDQuant and AWQ below a config that speaks of plain NVFP4."""
+    if any(fault.rule == "unknown-algorithm" for fault in model.faults):
+        return
+    name = next((name for name in reading.kept if _SVD in name and nearest(name, model.linears)), None)
+    if name is not None:
+        what = f"'{name}' is part of a weight as SVDQuant stores it, and no config says so"
+        yield Fault("format-mismatch", "config.json", what, "without it the weight is another; see NVFP4_SVD")
+        return
+    claim = next((c for c in model.claims if c.algorithm is not None and c.algorithm.upper() == "NVFP4"), None)
+    scaled = [n for n, linear in model.linears.items() if "pre_quant_scale" in linear.tensors and linear.scheme == W4A4]
+    if claim is not None and scaled:
+        has = f"{len(scaled)} weights have a pre_quant_scale, first {scaled[0]}"
+        what = f"{has}, and {claim.file} says {claim.algorithm}"
+        yield Fault("format-mismatch", "config.json", what, "NVFP4_AWQ is what such weights are called", is_fatal=False)
+
+
 # ---------------------------------------------------------------- output head
 
 
@@ -107,9 +132,10 @@ def _kv_faults(model: StoredModel, matrices: Sequence[Matrix]) -> Iterator[Fault
     if scaled and announced is None:
         what = f"{len(scaled)} attention layers have scales of a KV cache, and no config announces one"
         yield mismatch("config.json", what, "announce an FP8 cache, or leave the scales out")
-    elif announced is not None and not scaled and not any(f.rule == "one-sided-kv-scale" for f in model.faults):
+    elif announced is not None and not scaled and not any(f.rule in _OF_KV_SCALES for f in model.faults):
         what = f"the config announces a KV cache of {announced}, and no attention layer has scales"
-        yield mismatch("config.json", what, "calibrate the cache, or do not announce it")
+        hint = "calibrate the cache, or do not announce it"
+        yield Fault("kv-scales-missing", "config.json", what, hint, is_fatal=False)
     elif scaled:
         attentions = _attentions(matrices)
         kinds = {attentions[name] for name in scaled if name in attentions}

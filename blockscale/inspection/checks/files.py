@@ -12,15 +12,18 @@ from blockscale.inspection.reading import Reading
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+_ONLY_THERE = "the weights may be nowhere else: convert it to safetensors if you trust who wrote it"
 _UNITS = 512  # bytes of a block as `stat` counts them, whatever the file system has
 
 
 def pickle_faults(reading: Reading) -> Iterator[Fault]:
     """BS208, by name alone: such a file is not opened."""
+    is_whole = bool(reading.folder.tensors) and not any(fault.is_fatal for fault in reading.folder.faults)
+    hint = "delete it: the weights are in safetensors" if is_whole else _ONLY_THERE
     for file in sorted(reading.folder.path.iterdir()):
         if file.suffix in _PICKLES and file.name not in _NO_WEIGHTS and file.is_file():
             what = f"{file.name} may be a pickle, which runs code when it is loaded"
-            yield Fault("pickle-weights", file.name, what, "delete it: the weights are in safetensors", is_fatal=False)
+            yield Fault("pickle-weights", file.name, what, hint, is_fatal=False)
 
 
 def unwritten_faults(reading: Reading) -> Iterator[Fault]:

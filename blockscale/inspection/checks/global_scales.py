@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel
 from blockscale.checkpoint.faults import Fault
-from blockscale.checkpoint.groups import fused_groups
+from blockscale.checkpoint.groups import expert_set, fused_groups, group_name
 from blockscale.checkpoint.header import TensorInfo
 from blockscale.formats.spec import E2M1, Granularity
 from blockscale.inspection.census import is_scalar
@@ -188,11 +188,49 @@ def _by_inputs(scales: Sequence[GlobalScale]) -> dict[GlobalScale, str]:
         elif usual > _ALL_INPUTS:
             is_reversed = scale.amax > _USUAL_INPUT
         else:
-            is_odd = is_many and scale.amax > max(_ODD_INPUT, _ODD_RATIO * usual)
-            is_reversed = is_odd and otherwise < _NEAR_RATIO * usual
+            is_reversed = _is_odd(scale, usual, is_many) and _is_near_others(otherwise, _same_input(scale, scales))
         if is_reversed:
             found[scale] = _meaning(scale, "inputs")
     return found
+
+
+def _is_odd(scale: GlobalScale, usual: float, is_many: bool) -> bool:
+    """Whether one scale among good ones would be as good as they are, were it its reciprocal."""
+    is_odd = is_many and scale.amax > max(_ODD_INPUT, _ODD_RATIO * usual)
+    return is_odd and scale.amax_if_reversed < _NEAR_RATIO * usual
+
+
+def _same_input(scale: GlobalScale, scales: Sequence[GlobalScale]) -> list[GlobalScale]:
+    """Others that see the same hidden states: of the fused group, and of the same projections of the layer's other
+    experts. What comes out of an expert's or a layer's middle may be massive in one alone."""
+    group = group_name(scale.where)
+    if group == scale.where:
+        return []
+    experts, leaves = expert_set(group), group.rpartition(".")[2]
+    return [
+        other
+        for other in scales
+        if other.where != scale.where
+        and (name := group_name(other.where)).rpartition(".")[2] == leaves
+        and (name == group or (experts is not None and expert_set(name) == experts))
+    ]
+
+
+def _is_near_others(amax: float, others: Sequence[GlobalScale]) -> bool:
+    return any(max(amax / other.amax, other.amax / amax) < _NEAR_RATIO for other in others)
+
+
+def odd_faults(scales: Sequence[GlobalScale], backwards: Mapping[GlobalScale, str]) -> Iterator[Fault]:
+    """BS118: input scales that might be reversed, or those of massive activations."""
+    inputs = [s for s in scales if s.kind == INPUT and s.unscaled_max and not _broken_rule(s)]
+    for unscaled_max in dict.fromkeys(scale.unscaled_max for scale in inputs):
+        alike = [scale for scale in inputs if scale.unscaled_max == unscaled_max]
+        usual = statistics.median(scale.amax for scale in alike)
+        for scale in alike:
+            if scale not in backwards and usual <= _ALL_INPUTS and _is_odd(scale, usual, len(alike) >= _FEW):
+                what = f"{scale.where}: {scale.kind} {scale.stored:.4g} {_meaning(scale, 'inputs')}"
+                hint = "calibrate again to tell, or look at the layer's activations"
+                yield Fault("odd-input-scale", scale.where, what, hint, is_fatal=False)
 
 
 def _meaning(scale: GlobalScale, what: str) -> str:

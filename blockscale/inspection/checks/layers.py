@@ -10,7 +10,7 @@ from blockscale.checkpoint.structure import DRAFT, HEAD, TOWER, kept_reason, tex
 from blockscale.inspection.matrices import Matrix, is_tied
 from blockscale.inspection.reading import Reading
 
-_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h|blocks))\.(\d{1,9})\.(.+)", re.DOTALL)
+LAYER = re.compile(r"((?:.*?\.)?(?:layers|h|blocks))\.(\d{1,9})\.(.+)", re.DOTALL)
 _DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # The last part of a weight's and of its scales' names; what else there is counts as a parameter of its own.
 _OF_WEIGHTS = (
@@ -19,6 +19,10 @@ _OF_WEIGHTS = (
 )
 _NOT_COMPARED = ("k_scale", "v_scale", "q_scale", "inv_freq")
 _OF_LAYERS = ("layer", "block", "pattern", "type_list")  # parts of the names of a config's lists
+_NORMALISE_FIRST = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi3", "deepseek_v2", "deepseek_v3", "gpt_oss", "granite", "olmo", "smollm3", "glm4", "glm4_moe"),
+)
 _FEW = 8  # a form that so few layers have, against this many times as many of another, is a fault and no kind
 
 Parts = frozenset[str]
@@ -49,7 +53,7 @@ def _layers(names: Mapping[str, Any]) -> dict[str, dict[int, Parts]]:
     parts: dict[str, str | None] = {}
     found: dict[str, dict[int, set[str]]] = {}
     for name in names:
-        match = _LAYER.match(name)
+        match = LAYER.match(name)
         if match is None:
             continue
         root, number, rest = match.groups()
@@ -114,7 +118,7 @@ def _missing_head(reading: Reading, matrices: Sequence[Matrix]) -> Iterator[Faul
 
 def _top_modules(names: Mapping[str, Any]) -> set[str]:
     """Modules that lie in no layer."""
-    return {name.rpartition(".")[0] for name in names if _LAYER.match(name) is None}
+    return {name.rpartition(".")[0] for name in names if LAYER.match(name) is None}
 
 
 # ---------------------------------------------------------------- parts of layers
@@ -126,6 +130,7 @@ def _missing_parts(root: str, layers: Layers, text: Mapping[str, Any]) -> Iterat
     kinds: dict[Hashable, dict[int, Parts]] = {}
     for number, parts in layers.items():
         kinds.setdefault(_kind(number, text), {})[number] = parts
+    has_first_norm = _normalises_first(text)
     for members in kinds.values():
         counts = Counter(members.values())
         for number, parts in members.items():
@@ -136,10 +141,18 @@ def _missing_parts(root: str, layers: Layers, text: Mapping[str, Any]) -> Iterat
                 continue
             for part in sorted(whole - parts):
                 module = part.removesuffix(".bias")
-                if number == 0 and "norm" in module:  # of some models, the first layer's input comes normalised
+                if number == 0 and "norm" in module and not has_first_norm:
                     continue
                 what = f"{root}.{number}.{part} is missing; the other layers have it"
                 yield Fault("missing-tensor", f"{root}.{number}.{module}", what, "find the lost tensor", False)
+
+
+def _normalises_first(text: Mapping[str, Any]) -> bool:
+    """Whether the first layer is like the others. Of some models its input comes normalised, and of draft models that
+    go by their target's type."""
+    architectures = text.get("architectures") or ()
+    is_draft = any("eagle" in str(name).lower() for name in architectures if isinstance(architectures, list))
+    return text.get("model_type") in _NORMALISE_FIRST and not is_draft
 
 
 def _like(parts: Parts, counts: Mapping[Parts, int]) -> Parts | None:

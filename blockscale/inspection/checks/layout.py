@@ -7,7 +7,8 @@ order of nibbles shows nowhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,15 @@ _ENOUGH = 3  # layers that agree
 # one of three samples that has nothing to do with the source.
 _CLOSE, _EXPLAINED, _FOREIGN = 0.025, 0.2, 0.25
 _CLEARLY = 2.0
+# 15 dB, and 6 dB less than is usual: what rounding does to one layer and not to its like.
+_NOISY, _FAR = 0.0316, 4.0
 # Magnitudes: rows and columns may have been scaled before, but not by as much as a wrong global scale does.
 _SAME_RATIO, _ANY_RATIO, _NEARLY = 1.15, 100.0, 10.0
 _IN_ROWS = "checkpoints hold block scales row by row; engines swizzle them as they load"
 
 
 def layout_faults(reading: Reading, source: Source | None = None, progress: Progress | None = None) -> Iterator[Fault]:
-    """BS401, BS402 and BS403; beside a source BS109 too.
+    """BS401 to BS403 and BS405; beside a source BS109 too.
 
     source    a 16-bit view of the model that the checkpoint was made from; needs torch
     progress  (stage, layers done, layers in all)
@@ -61,10 +64,15 @@ def layout_faults(reading: Reading, source: Source | None = None, progress: Prog
         left = [linear for linear in linears if linear.name not in compared]
         yield from _order_faults(left, len(padded), progress)
         is_folded = _folding_test(reading, source)
+        noise: dict[str, float] = {}
+        reported: set[str] = set()
         for done, (linear, tensor) in enumerate(compared.values(), 1):
-            yield from _source_faults(linear, tensor, is_folded)
+            faults = list(_source_faults(linear, tensor, is_folded, noise))
+            yield from faults
+            reported |= {fault.where for fault in faults}
             if progress:
                 progress("comparing with the source", done, len(compared))
+        yield from _far_faults({name: linear for name, (linear, _) in compared.items()}, noise, reported)
     except CheckpointError as e:
         yield Fault("unreadable-file", str(reading.folder.path), str(e), e.hint)
 
@@ -72,6 +80,8 @@ def layout_faults(reading: Reading, source: Source | None = None, progress: Prog
 def layout_notices(reading: Reading, source: Source | None = None) -> list[str]:
     """What `layout_faults` could not look at, and why."""
     if reading.model is None:
+        return []
+    if source is None and not any(linear.scheme.weight.element.bits == 4 for linear in reading.model.linears.values()):
         return []
     if source is None:
         return ["the order of nibbles cannot be told from a checkpoint alone: give the 16-bit model with --source"]
@@ -145,7 +155,10 @@ def _pairs(linears: Sequence[StoredLinear], source: Source | None) -> dict[str, 
     return found
 
 
-def _source_faults(linear: StoredLinear, tensor: SourceTensor, is_folded: Callable[[str], bool]) -> Iterator[Fault]:
+def _source_faults(
+    linear: StoredLinear, tensor: SourceTensor, is_folded: Callable[[str], bool], noise: dict[str, float]
+) -> Iterator[Fault]:
+    """`noise`: gets the layer's, as a share of the source's power."""
     from blockscale.inspection.checks.against_source import (
         AS_STORED,
         closeness,
@@ -159,10 +172,14 @@ def _source_faults(linear: StoredLinear, tensor: SourceTensor, is_folded: Callab
         yield _differs(linear.name, what, "is this the model that it was made from?")
         return
     found = closeness(linear, tensor)
-    if found is None or found.error < _CLOSE:
+    if found is None:
+        return
+    noise[linear.name] = found.error
+    if found.error < _CLOSE:
         return
     errors = errors_by_layout(linear, tensor)
     stored, least = errors[AS_STORED], min(errors.values())
+    noise[linear.name] = stored
     if least < _EXPLAINED and stored > _CLEARLY * least:
         yield from _layout_fault(linear.name, errors)
     elif stored > _FOREIGN:
@@ -211,6 +228,31 @@ def _magnitude_fault(
         yield Fault("reversed-global-scale", name, what, hint, is_fatal=False, tensors=(scale.name,))
         return
     yield _differs(name, what, "its global scale is another weight's, or was changed without its block scales")
+
+
+def _far_faults(
+    linears: Mapping[str, StoredLinear], noise: Mapping[str, float], reported: Collection[str]
+) -> Iterator[Fault]:
+    """Layers with much more noise than those of the same leaf, or of the same format where few have the leaf."""
+    from blockscale.inspection.checks.against_source import decibels
+
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for name, share in noise.items():
+        fmt, leaf = linears[name].scheme.weight.name, name.rpartition(".")[2]
+        for kind in ((fmt, leaf), (fmt, "")):
+            kinds.setdefault(kind, []).append(share)
+    medians = {kind: statistics.median(shares) for kind, shares in kinds.items() if len(shares) > _ENOUGH}
+    for name, share in noise.items():
+        if share < _NOISY or name in reported:
+            continue
+        fmt, leaf = linears[name].scheme.weight.name, name.rpartition(".")[2]
+        usual = medians.get((fmt, leaf), medians.get((fmt, "")))
+        if usual is not None and share > _FAR * usual:
+            what = (
+                f"{name}: signal to noise beside the source is {decibels(share):.1f} dB, and in the median of the "
+                f"layers like it {decibels(usual):.1f} dB"
+            )
+            yield Fault("far-from-source", name, what, "its block scales or codes may be another's", is_fatal=False)
 
 
 def _differs(name: str, what: str, hint: str) -> Fault:

@@ -29,6 +29,7 @@ from blockscale.inspection.checks.global_scales import (
     WEIGHT,
     fused_faults,
     global_scales,
+    odd_faults,
     reversed_faults,
     reversed_scales,
     stored_scales,
@@ -47,7 +48,7 @@ Bytes = NDArray[np.uint8]
 
 
 def scale_faults(reading: Reading, *, quick: bool = False, progress: Progress | None = None) -> Iterator[Fault]:
-    """BS101, BS102, BS104 to BS109, BS116 and BS117.
+    """BS101, BS102, BS104 to BS109 and BS116 to BS118.
 
     quick     only scales that stand alone are read: no block scales
     progress  (stage, bytes done, bytes in all)
@@ -68,10 +69,12 @@ def _model_faults(reading: Reading, quick: bool, progress: Progress | None) -> I
     if not quick:
         for scale in scales:
             linear = model.linears.get(scale.where)
-            if scale.kind == WEIGHT and scale.stored == 0 and linear is not None and _is_zero_as_nan(linear):
+            if scale.kind != WEIGHT or scale.stored != 0 or linear is None:
+                continue
+            found = _signs_of_zeros(linear)
+            if found is not None:
                 is_explained.add(scale.where)
-                what = f"{scale.where}: global scale 0, every block scale NaN, every code the largest: 0 / 0 throughout"
-                yield Fault("zero-weight-as-nan", scale.where, what)
+                yield Fault("zero-weight-as-nan", scale.where, f"{scale.where}: global scale 0, {found}")
     scales = [scale for scale in scales if scale.kind != WEIGHT or scale.where not in is_explained]
     yield from value_faults(scales)
 
@@ -82,6 +85,7 @@ def _model_faults(reading: Reading, quick: bool, progress: Progress | None) -> I
 
     backwards = reversed_scales(scales, largest_block_scale)
     yield from reversed_faults(backwards)
+    yield from odd_faults(scales, backwards)
     yield from fused_faults(scales, frozenset(backwards))
     if quick:
         return
@@ -199,13 +203,19 @@ def _byte_table(wanted: Iterable[int]) -> NDArray[np.bool_]:
 # ---------------------------------------------------------------- codes, where scales alone do not tell
 
 
-def _is_zero_as_nan(linear: StoredLinear) -> bool:
-    """How Model Optimizer writes a weight of zeros: 0 / 0 saturates to the largest code."""
-    census = None if is_hole(linear.tensors["block_scale"]) else _census(linear)
-    if census is None or census.num_nan != census.total or not census.total:
-        return False
+def _signs_of_zeros(linear: StoredLinear) -> str | None:
+    """How a weight of zeros is written where nobody looks, if this one is: in Model Optimizer 0 / 0 saturates to the
+    largest code; others write codes of zero."""
+    scale = linear.tensors.get("block_scale")
+    census = None if scale is None or is_hole(scale) else _census(linear)
+    if census is None or not census.total or census.num_nan not in (0, census.total):
+        return None
     magnitudes = {byte & _MAGNITUDE_BITS for byte in np.flatnonzero(count_bytes(linear.tensors["packed"])).tolist()}
-    return len(magnitudes) == 1 and magnitudes <= {0x00, _MAGNITUDE_BITS}
+    if magnitudes == {0x00}:
+        return "every code zero"
+    if census.num_nan and magnitudes == {_MAGNITUDE_BITS}:
+        return "every block scale NaN, every code the largest: 0 / 0 throughout"
+    return None
 
 
 def _num_in_use(linear: StoredLinear, stored: Iterable[int]) -> int:

@@ -1,7 +1,9 @@
 """Weights that engines run together and that do not belong together as they are stored, and parts that are missing."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.groups import expert_set, fused_groups
 from blockscale.checkpoint.structure import ROUTER, TOWER, num_experts
@@ -11,6 +13,8 @@ from blockscale.inspection.matrices import Matrix, matrices_of
 from blockscale.inspection.reading import Reading
 
 _MAX_NAMED = 5
+# Tables of tokens and positions. A linear that works on embeddings may have the word in its name as well.
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens\w*|wte|wpe|(?:word|tok|token|position)_embeddings?|embed_in|shared)")
 # Then what a shard lacks would be found missing everywhere.
 _INCOMPLETE = (
     *("unreadable-file", "missing-shard", "ghost-index-entry", "unindexed-tensor", "unsafe-path", "malformed-json"),
@@ -19,7 +23,7 @@ _INCOMPLETE = (
 
 
 def structure_faults(reading: Reading, matrices: Sequence[Matrix] | None = None) -> Iterator[Fault]:
-    """BS103, BS113, BS115, BS208, BS210, BS315 to BS319 and BS404."""
+    """BS103, BS113, BS115, BS119, BS208, BS210, BS315 to BS320 and BS404."""
     yield from pickle_faults(reading)
     yield from unwritten_faults(reading)
     yield from part_faults(reading, matrices_of(reading) if matrices is None else matrices)
@@ -30,6 +34,7 @@ def part_faults(reading: Reading, matrices: Sequence[Matrix]) -> Iterator[Fault]
     if reading.model is not None:
         yield from _misplaced(matrices)
         yield from _global_shapes(reading)
+        yield from _unread_inputs(reading.model)
         yield from _left_by_quantizers(reading)
         incomplete = list(_expert_faults(reading, matrices))
         if not _lacks_files(reading):
@@ -131,6 +136,17 @@ def _misplaced(matrices: Sequence[Matrix]) -> Iterator[Fault]:
         if matrix.scheme is not None and matrix.reason in rules:
             what = f"{matrix.module} is stored as {matrix.scheme.name}: {matrix.reason}"
             yield Fault(rules[matrix.reason], matrix.module, what, "keep it in 16 bits", is_fatal=False)
+        elif matrix.scheme is not None and matrix.reason == "embedding" and _EMBEDDING.fullmatch(matrix.module):
+            what = f"{matrix.module} is stored as {matrix.scheme.name}, and no engine builds a quantized embedding"
+            yield Fault("quantized-embedding", matrix.module, what, "keep it in 16 bits", is_fatal=False)
+
+
+def _unread_inputs(model: StoredModel) -> Iterator[Fault]:
+    for linear in model.linears.values():
+        info = linear.tensors.get("input_global_scale")
+        if info is not None and not linear.scheme.needs_input_scale:
+            what = f"{info.name} is there, and {linear.scheme.name} rounds no inputs with a stored scale"
+            yield Fault("unread-input-scale", linear.name, what, "leave it out", is_fatal=False)
 
 
 def _left_by_quantizers(reading: Reading) -> Iterator[Fault]:
