@@ -25,9 +25,9 @@ from published_points import Point, max_load_points, read_sample
 from record import RESULTS, record
 from scipy.optimize import least_squares
 
-from blockscale.planning.calibrate import Run, fit_runs
-from blockscale.planning.predict import Priors, default_priors, predict
-from blockscale.planning.speed import Efficiency, serve
+from blockscale.planning.calibration.calibrate import Run, fit_runs
+from blockscale.planning.speed.predict import Priors, default_priors, predict
+from blockscale.planning.speed.roofline import Efficiency, serve
 
 NAMES = [f.name for f in fields(Efficiency)]
 START = Efficiency(

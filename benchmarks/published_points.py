@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from blockscale.planning.architecture import Architecture, Part, from_config
-from blockscale.planning.hardware import Gpu, find_gpu
-from blockscale.planning.layout import Layout
-from blockscale.planning.measurements import Measurement
-from blockscale.planning.memory import plan_memory
-from blockscale.planning.predict import Workload
-from blockscale.planning.speed import Deployment
-from blockscale.planning.weights import PartWeights, Weights, weights_of
+from blockscale.planning.calibration.measurements import Measurement
+from blockscale.planning.hardware.catalogue import Gpu, find_gpu
+from blockscale.planning.models.architecture import Architecture, Part, from_config
+from blockscale.planning.models.weights import PartWeights, Weights, weights_of
+from blockscale.planning.speed.layout import Layout
+from blockscale.planning.speed.memory import plan_memory
+from blockscale.planning.speed.predict import Workload
+from blockscale.planning.speed.roofline import Deployment
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' reading of the validation file
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
     from blockscale.inspection.inspect import inspect
-    from blockscale.planning.doctor import doctor
+    from blockscale.planning.hardware.doctor import doctor
     from blockscale.planning.planner import plan
     from blockscale.quantization.recipe import Recipe
     from blockscale.quantization.weight import quantize_tensor
@@ -45,7 +45,7 @@ __all__ = [
 _HOMES = {
     "LLM": "blockscale.api",
     "convert": "blockscale.api",
-    "doctor": "blockscale.planning.doctor",
+    "doctor": "blockscale.planning.hardware.doctor",
     "evaluate": "blockscale.api",
     "inspect": "blockscale.inspection.inspect",
     "lint": "blockscale.conversion.repair.lint",

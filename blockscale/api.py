@@ -32,7 +32,7 @@ from blockscale.host.model import HostedModel, load_model, load_tokenizer
 from blockscale.inspection.findings import LintReport
 from blockscale.inspection.inspect import inspect
 from blockscale.inspection.inventory import Inspection
-from blockscale.planning.doctor import doctor
+from blockscale.planning.hardware.doctor import doctor
 from blockscale.planning.planner import plan
 from blockscale.quantization import pipeline
 from blockscale.quantization.calibrate import MAX_TOKENS, WINDOW, CalibrationData, calibrate, tokenize

@@ -4,16 +4,16 @@ computed with the planner."""
 from dataclasses import dataclass, replace
 from statistics import median
 
-from blockscale.planning.architecture import Architecture, Matrix, Part, from_config
-from blockscale.planning.assumptions import load_assumptions
-from blockscale.planning.cost import cost, electricity_per_million_tokens, landed_multiplier
-from blockscale.planning.energy import joules_per_output_token, power, racks
-from blockscale.planning.hardware import Gpu, find_gpu
-from blockscale.planning.layout import parse_layout
-from blockscale.planning.model import presets
-from blockscale.planning.predict import Workload, predict
-from blockscale.planning.speed import Deployment
-from blockscale.planning.weights import Weights, matrix_bytes, weights_of
+from blockscale.planning.hardware.catalogue import Gpu, find_gpu
+from blockscale.planning.models.architecture import Architecture, Matrix, Part, from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.models.weights import Weights, matrix_bytes, weights_of
+from blockscale.planning.money.assumptions import load_assumptions
+from blockscale.planning.money.cost import cost, electricity_per_million_tokens, landed_multiplier
+from blockscale.planning.money.energy import joules_per_output_token, power, racks
+from blockscale.planning.speed.layout import parse_layout
+from blockscale.planning.speed.predict import Workload, predict
+from blockscale.planning.speed.roofline import Deployment
 
 GB = 1e9
 

@@ -17,6 +17,9 @@ Made by `make docs` from the rules themselves (`blockscale/inspection/rules.toml
     blockscale lint llama-nvfp4 --tensor-parallel 8      # and whether 8 GPUs can share the matrices
     blockscale lint llama-nvfp4 --repair llama-mended    # writes a mended copy, if nothing is lost by it
 
+Some faults show only beside the source: nibbles in the wrong order, weights of another model, scales that are wrong
+alike everywhere, tensors that every layer lost. Without `--source` a checkpoint with them may pass.
+
 The exit code is 1 where there is an error. `--json` prints the findings for other programs, and in Python
 `blockscale.lint("llama-nvfp4").findings` holds them.
 
@@ -25,7 +28,8 @@ engine and not another. Notes are for your information. Engines are vLLM 0.33, S
 compressed-tensors, transformers 5.24; lists of what stays in 16 bits are read by each one's own rules.
 
 A repair changes no value beyond what its rule says, writes configs and index from the tensors, copies everything else
-byte for byte, and lints the result. If one error cannot be mended without loss, nothing is written.
+byte for byte, and lints the result. If one error cannot be mended without loss, nothing is written, and the message
+says why; warnings that have no repair stay.
 """
 _PARTS = {
     "BS1": "Scales",

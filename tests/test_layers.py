@@ -27,6 +27,8 @@ ROOMS = (
     "cli",
     "__main__",
 )
+# Within the planner, likewise.
+PLANNING = ("models", "hardware", "speed", "calibration", "money", "answer", "report", "planner")
 MAX_LINES = 400
 
 
@@ -100,6 +102,15 @@ def test_imports_follow_the_order_of_rooms(name: str) -> None:
     wrong = {m for m in own_imports(name) if ROOMS.index(room(m) or "cli") > ROOMS.index(own)}
     assert not wrong, f"{own} stands below {sorted(wrong)}"
     assert "blockscale" not in imports(name), "import from the module that holds the name"
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("blockscale.planning.")])
+def test_the_planner_has_an_order_too(name: str) -> None:
+    def place(module: str) -> int:
+        return PLANNING.index(module.split(".")[2])
+
+    wrong = {m for m in own_imports(name) if m.startswith("blockscale.planning.") and place(m) > place(name)}
+    assert not wrong, f"{name} stands below {sorted(wrong)}"
 
 
 def test_no_two_files_import_each_other() -> None:

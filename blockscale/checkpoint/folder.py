@@ -85,7 +85,9 @@ def survey_folder(path: Path) -> Folder:
 
 def _is_model(path: Path) -> bool:
     """Whether anything in a folder is a model's, however damaged."""
-    return any(file.name in _OF_MODELS or ".safetensors" in file.name or file.suffix in _PICKLES for file in path.iterdir())
+    return any(
+        file.name in _OF_MODELS or ".safetensors" in file.name or file.suffix in _PICKLES for file in path.iterdir()
+    )
 
 
 def _survey_config(path: Path) -> tuple[dict[str, Any], list[Fault]]:

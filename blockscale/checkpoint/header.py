@@ -118,7 +118,7 @@ def _no_safetensors(path: Path, why: str) -> CheckpointError:
     if start.startswith((b"<!doctype html", b"<html")):
         return CheckpointError(
             f"{path}: an HTML page, and not a safetensors file",
-            hint="the download was answered with a page (a login, an error): download it again, with a token if it is gated",
+            hint="the server answered with a page, of a login or an error; a gated model needs a token",
         )
     return CheckpointError(f"{path}: not a safetensors file ({why})", hint=_DOWNLOAD)
 

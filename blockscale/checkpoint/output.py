@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -254,10 +254,10 @@ def _split(layout: Layout, max_shard_bytes: int) -> list[_Shard]:
         sizes[-1] += num_bytes
     count = len(groups)
     shards = []
-    for i, (group, size) in enumerate(zip(groups, sizes, strict=True), 1):
+    for i, (group, data_bytes) in enumerate(zip(groups, sizes, strict=True), 1):
         header, offsets = header_bytes({n: (DTYPE_NAMES[dtype], shape) for n, (dtype, shape) in group.items()})
         name = SINGLE_NAME if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        shards.append(_Shard(name, header, offsets, size))
+        shards.append(_Shard(name, header, offsets, data_bytes))
     return shards
 
 

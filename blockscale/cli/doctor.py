@@ -11,7 +11,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockscale.planning.doctor import Diagnosis, GpuDiagnosis
+    from blockscale.planning.hardware.doctor import Diagnosis, GpuDiagnosis
 
 NAME = "doctor"
 HELP = "say what a machine runs natively, and what stands in the way"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from blockscale.cli.output import print_json
-    from blockscale.planning.doctor import doctor
+    from blockscale.planning.hardware.doctor import doctor
 
     diagnosis = doctor(
         args.gpu, driver=args.driver, cuda=args.cuda, rocm=args.rocm, torch=args.torch, triton=args.triton
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
 
 def print_diagnosis(diagnosis: "Diagnosis") -> None:
     from blockscale.cli.output import print_table, printable
-    from blockscale.planning.doctor import KERNELS
+    from blockscale.planning.hardware.doctor import KERNELS
 
     machine = diagnosis.machine
     whose = "described" if diagnosis.is_described else "this machine"

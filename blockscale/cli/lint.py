@@ -113,7 +113,7 @@ def _what_repair_would_do(report: "LintReport") -> str:
     helpless = list(dict.fromkeys(finding.rule for finding in errors if not finding.repair))
     if not helpless:
         return "--repair OUT writes a mended copy, if nothing is lost by it"
-    return f"there is no --repair: {_some(helpless)} cannot be mended without loss"
+    return f"--repair would refuse: nothing mends {_some(helpless)} without loss"
 
 
 def _some(items: Sequence[str]) -> str:

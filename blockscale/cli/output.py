@@ -15,8 +15,8 @@ _QUIET_SECONDS = 1.0  # what is done by then needs no line of progress
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (stage, done, total) that draws bars with a time estimate on a terminal, and elsewhere prints a line for
-    each stage that is not done at once."""
+    """A callback (stage, done, total) that draws bars with a time estimate on a terminal. Elsewhere it prints a line
+    for each stage that is not done at once."""
     if not sys.stderr.isatty():
         yield _stage_lines()
         return
@@ -36,10 +36,12 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _stage_lines() -> Callable[[str, int, int], None]:
-    begin, told = time.monotonic(), set[str]()
+    begun: dict[str, float] = {}
+    told: set[str] = set()
 
     def update(stage: str, done: int, total: int) -> None:
-        if stage not in told and time.monotonic() - begin > _QUIET_SECONDS:
+        now = time.monotonic()
+        if stage not in told and now - begun.setdefault(stage, now) > _QUIET_SECONDS:
             told.add(stage)
             print(f"{printable(stage)} ...", file=sys.stderr, flush=True)
 

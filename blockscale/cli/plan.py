@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockscale.planning.predict import Estimate
-    from blockscale.planning.result import PlanResult
+    from blockscale.planning.answer.result import PlanResult
+    from blockscale.planning.speed.predict import Estimate
 
 NAME = "plan"
 HELP = "say what a model takes on a GPU, how fast it is and what it costs"
@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", metavar="F", help="of the layers' weights: bf16, fp8, nvfp4, mxfp4, int4 (default: as stored)")
     add("--kv-cache", metavar="F", help="bf16, fp8 or nvfp4 (default: bf16)")
     add("--layout", metavar="L", help="tp8, tp4pp2, tep8, dep8, tp2dp4 ... (default: tensor parallel)")
-    add("--engine", metavar="E", help="vllm, sglang, tensorrt-llm or blockscale")
+    add(
+        "--engine",
+        metavar="E",
+        help="vllm, sglang, tensorrt-llm or blockscale: whose calibration is used (without one it changes nothing)",
+    )
     add("--input", type=int, default=1024, metavar="N", help="prompt tokens of a request, on average (default: 1024)")
     add("--output", type=int, default=1024, metavar="N", help="tokens it generates (default: 1024)")
     add("--concurrency", type=int, metavar="N", help="requests in flight (default: as many as fit)")
@@ -52,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--assumptions", metavar="FILE.yaml", help="sets what energy and cost assume")
     add("--show-assumptions", action="store_true", help="print them as such a file, to start your own from")
     add("--country", metavar="CC", help="whose prices, tariffs and taxes: US, EU or BR (default: US)")
+    add("--power-limit", type=float, metavar="WATTS", help="of each GPU's board, below its TDP (untested: an estimate)")
+    add("--steps", type=int, metavar="N", help="of a diffusion model, for one image (default: 28)")
+    add("--resolution", metavar="WxH", help="of its images: 1024 or 1024x768 (default: 1024)")
     add("--report", metavar="OUT.html", help="write one self-contained page")
     add("--language", default="en", metavar="L", help="of the page: en or pt-BR")
     add("--json", action="store_true", help="print everything as JSON")
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     from blockscale.planning.planner import plan  # not through api, which imports torch
 
     if args.show_assumptions:
-        from blockscale.planning.assumptions import load_assumptions, to_yaml
+        from blockscale.planning.money.assumptions import load_assumptions, to_yaml
 
         print(to_yaml(load_assumptions(args.assumptions, args.country)), end="")
         return
@@ -78,12 +85,15 @@ def run(args: argparse.Namespace) -> None:
 
 def print_plan(result: "PlanResult") -> None:
     from blockscale.cli.output import printable
-    from blockscale.planning import sentences
-    from blockscale.planning.language import language
+    from blockscale.planning.answer import sentences
+    from blockscale.planning.answer.language import language
 
     words = language("en")
     print(printable(sentences.title(result, words)))
     print(sentences.subtitle(result, words))
+    for banner in sentences.banners(result, words):
+        print()
+        print(printable(f"** {banner}"))
     print()
     for sentence in (*sentences.answer(result, words), *sentences.formats(result, words)):
         print(printable(sentence))
@@ -118,6 +128,9 @@ def _figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
 
     yield "fits", "yes" if result.fits else f"no, each GPU lacks {size(round(result.missing_bytes))}"
     yield "weights", f"{size(result.weights_bytes)}, {number(result.bits_per_parameter, 3)} bits a parameter"
+    if result.image_request is not None:
+        yield from _image_figures(result)
+        return
     yield "KV cache a token", size(round(result.kv_bytes_per_token))
     yield "requests admitted", f"{result.max_sequences:,}"
     yield "requests running", "-" if result.sequences is None else f"{result.sequences:,.0f} (limit: {result.limit})"
@@ -142,8 +155,18 @@ def _figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
     yield f"{cost.currency} to buy", "-" if cost.purchase is None else f"{cost.purchase.total:,.0f}"
 
 
+def _image_figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
+    image = result.image
+    if image is None:
+        return
+    yield "arithmetic of a step", f"{image.flops_per_step / 1e12:,.1f} TFLOP"
+    yield "a step", _interval(image.step_s.scaled(1e3), "ms")
+    yield f"an image ({image.request.steps} steps)", _interval(image.image_s, "s")
+    yield "images an hour", _interval(result.images_per_hour)
+
+
 def _interval(estimate: "Estimate | None", unit: str = "") -> str:
-    from blockscale.planning.language import language
+    from blockscale.planning.answer.language import language
 
     if estimate is None:
         return "-"
@@ -156,7 +179,8 @@ def _print_memory(result: "PlanResult") -> None:
 
     memory = result.memory
     parts = [*((name, held) for name, held in memory.parts.items() if held)]
-    parts.append(("free for the KV cache", memory.free_bytes) if result.fits else ("missing", result.missing_bytes))
+    free = "free" if result.image_request is not None else "free for the KV cache"
+    parts.append((free, memory.free_bytes) if result.fits else ("missing", result.missing_bytes))
     rows = [(name, size(round(held)), f"{100 * held / memory.gpu_bytes:.1f} %") for name, held in parts]
     _table(("memory of each GPU", "size", f"of {size(memory.gpu_bytes)}"), rows)
     if memory.sequence_bytes:
@@ -165,10 +189,11 @@ def _print_memory(result: "PlanResult") -> None:
 
 
 def _print_bounds(result: "PlanResult") -> None:
-    from blockscale.planning.language import language
+    from blockscale.planning.answer.language import language
 
     words = language("en")
-    for title, bounds in (("a token", result.decode_bounds), ("a prompt", result.prefill_bounds)):
+    terms = (("a token", result.decode_bounds), ("a prompt", result.prefill_bounds), ("a step", result.image_bounds))
+    for title, bounds in terms:
         rows = [
             (
                 words.word(bound.name),
@@ -199,7 +224,7 @@ def _print_curve(result: "PlanResult") -> None:
 def _print_found(result: "PlanResult") -> None:
     if result.search is None:
         return
-    from blockscale.planning.language import language
+    from blockscale.planning.answer.language import language
 
     words, search = language("en"), result.search
     rows = [

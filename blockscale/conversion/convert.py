@@ -110,10 +110,11 @@ def _fused_notices(model: StoredModel) -> Iterator[str]:
     scales = global_scales(model, read_scalars(stored_scales(model)))
     faults = list(fused_faults(scales, frozenset()))
     if faults:
-        first = faults[0]
+        first, count = faults[0], len(faults)
+        groups = "1 fused group has" if count == 1 else f"{count} fused groups have"
         yield (
-            f"{len(faults)} fused groups have members with different scales ({RULES[first.rule].code}), first "
-            f"{first.where}: engines will misread them; `blockscale lint --repair` mends that"
+            f"{groups} members with different scales ({RULES[first.rule].code}), first {first.where}: engines will "
+            "misread them; `blockscale lint --repair` mends that"
         )
 
 

@@ -66,6 +66,14 @@ class LintReport:
         return {"path": str(self.path), "ok": self.ok, **counts, "findings": findings, "notices": list(self.notices)}
 
 
+def _is_beyond_repair(fault: Fault) -> bool:
+    """Of rules whose repair holds for an index and for shards: nothing tells what config.json said, or what a folder
+    without weights held."""
+    if fault.rule == "malformed-json":
+        return fault.where == "config.json"
+    return fault.rule == "missing-shard" and not fault.where.endswith(".safetensors")
+
+
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -90,7 +98,7 @@ def to_findings(faults: Iterable[Fault]) -> tuple[Finding, ...]:
                 fault.where,
                 fault.message,
                 rule.consequence,
-                rule.repair,
+                "" if _is_beyond_repair(fault) else rule.repair,
                 fault.hint,
                 fault.tensors,
             )

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockscale.errors import CheckFailed, UsageError
-from blockscale.planning.assumptions import Assumptions, load_assumptions
-from blockscale.planning.calibrations import Calibrations
-from blockscale.planning.choice import (
+from blockscale.planning.answer.choice import (
     Choice,
     check_cache,
     check_engine,
@@ -17,15 +15,19 @@ from blockscale.planning.choice import (
     resolve_layout,
     weights_in,
 )
-from blockscale.planning.hardware import Gpu, find_gpu
-from blockscale.planning.language import language as words
-from blockscale.planning.layout import Layout, parse_layout
-from blockscale.planning.machine import catalogue_entry, this_machine
-from blockscale.planning.model import Model, find_model
-from blockscale.planning.plan import Targets, check_workload, make_plan
-from blockscale.planning.predict import Workload
-from blockscale.planning.result import Notice, PlanResult, SearchResult
-from blockscale.planning.search import Space, search
+from blockscale.planning.answer.language import language as words
+from blockscale.planning.answer.plan import Targets, check_workload, make_plan
+from blockscale.planning.answer.result import Notice, PlanResult, SearchResult
+from blockscale.planning.answer.search import Space, search
+from blockscale.planning.calibration.calibrations import Calibrations
+from blockscale.planning.hardware.catalogue import Gpu, buyable, find_gpu
+from blockscale.planning.hardware.machine import catalogue_entry, this_machine
+from blockscale.planning.hardware.power_limit import with_power_limit
+from blockscale.planning.models.model import Model, find_model
+from blockscale.planning.money.assumptions import Assumptions, limited, load_assumptions
+from blockscale.planning.speed.diffusion import STEPS, ImageRequest, parse_resolution
+from blockscale.planning.speed.layout import Layout, parse_layout
+from blockscale.planning.speed.predict import Workload
 
 
 def plan(
@@ -50,6 +52,9 @@ def plan(
     calibration_file: str | Path | None = None,
     assumptions: str | Path | None = None,
     country: str | None = None,
+    power_limit: float | None = None,
+    steps: int | None = None,
+    resolution: str | None = None,
     report: str | Path | None = None,
     language: str = "en",
 ) -> PlanResult:
@@ -61,7 +66,7 @@ def plan(
     format       of the layers' weights; None: as the model is stored
     kv_cache     bf16, fp8 or nvfp4; None: bf16
     layout       tp8, tp4pp2, tep8, dep8, tp2dp4 ...
-    engine       and `engine_version`: which calibration holds
+    engine       and `engine_version`: which calibration holds; without one, predictions are the same for every engine
     concurrency  requests in flight, or `rate`: requests a second; neither: as many as fit
     ttft_ms      a target, as `itl_ms`; without `gpu` or `layout`, what meets them is searched for
     objective    of a search: the least cost, energy or gpus
@@ -69,6 +74,8 @@ def plan(
     calibrate    an engine's own benchmark files, to fit the predictions to; the fit is kept in `calibration_file` or
                  in the user's own, and used from then on
     assumptions  a YAML file that sets what energy and cost assume; `country`: whose prices and taxes
+    power_limit  watts of a GPU's board at most, where that is less than its TDP
+    steps        of a diffusion transformer, for one image, and `resolution` in pixels: 1024 or 1024x768
     report       where to write an HTML page, in `language`
 
     What does not fit is an answer, not an error: `.fits`, `.missing_bytes`, `.nearest`. CheckFailed where a search
@@ -76,15 +83,17 @@ def plan(
     """
     words(language)
     found = find_model(model)
-    asked = Asked(found, Workload(input, output, concurrency, rate), Targets(ttft_ms, itl_ms), engine)
+    workload, targets = Workload(input, output, concurrency, rate), Targets(ttft_ms, itl_ms)
+    asked = Asked(found, workload, targets, engine, _image(found, steps, resolution))
     check_workload(found, asked.workload)
     if format is not None:
         check_format(format)
     cache = check_cache(kv_cache or "bf16")
     if engine is not None:
         check_engine(engine)
-    money = load_assumptions(assumptions, country)
+    money = limited(load_assumptions(assumptions, country), power_limit)
     own = find_gpu(gpu) if gpu is not None else None if asked.targets.are_set else _own_gpu()
+    own = None if own is None else _at_limit(own, money)
     is_search = asked.targets.are_set and (layout is None or own is None)
     choice = None
     if own is not None and not (is_search and not calibrate):
@@ -97,7 +106,7 @@ def plan(
         known.add(calibrate, deploy(found, choice))
     if is_search:
         space = Space(
-            gpus=() if own is None else (own,),
+            gpus=tuple(_at_limit(one, money) for one in buyable()) if own is None else (own,),
             num_gpus=gpus,
             formats=() if format is None else (format,),
             cache=cache,
@@ -107,10 +116,11 @@ def plan(
     else:
         assert choice is not None
         result = _planned(asked, choice, known, money)
-    others = [_planned(asked, parse_choice(text, found, result.choice), known, money) for text in compare]
-    result = replace(result, compared=tuple(others))
+    others = [parse_choice(text, found, result.choice) for text in compare]
+    others = [replace(other, gpu=_at_limit(other.gpu, money)) for other in others]
+    result = replace(result, compared=tuple(_planned(asked, other, known, money) for other in others))
     if report is not None:
-        from blockscale.planning.report import write_plan
+        from blockscale.planning.report.page import write_plan
 
         write_plan(result, report, language)
     return result
@@ -124,6 +134,20 @@ class Asked:
     workload: Workload
     targets: Targets
     engine: str | None
+    image: ImageRequest | None
+
+
+def _image(model: Model, steps: int | None, resolution: str | None) -> ImageRequest | None:
+    if steps is None and resolution is None:
+        return None
+    if model.architecture.vocabulary:
+        raise UsageError(f"{model.name} generates tokens, not images", hint="leave --steps and --resolution out")
+    width, height = (1024, 1024) if resolution is None else parse_resolution(resolution)
+    return ImageRequest(width, height, STEPS if steps is None else steps)
+
+
+def _at_limit(gpu: Gpu, money: Assumptions) -> Gpu:
+    return with_power_limit(gpu, money.gpu_power_limit_watts, money.gpu_idle_share)
 
 
 def _layout(model: Model, gpu: Gpu, layout: str | None, gpus: int | None, fmt: str) -> Layout:
@@ -140,6 +164,7 @@ def _planned(asked: Asked, choice: Choice, known: Calibrations, money: Assumptio
         engine=asked.engine,
         priors=known.priors_for(d),
         assumptions=money,
+        image=asked.image,
     )
     said = tuple(Notice("notice.calibration", {"text": text}) for text in known.notices_for(d))
     return replace(result, notices=(*result.notices, *said))

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from blockscale.checkpoint.groups import expert_set
-from blockscale.checkpoint.target import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
+from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import ModelError, OutputError, RecipeError, UsageError
 from blockscale.host.attention import KVTransform
 from blockscale.host.linear import KeptLinear, Observer

@@ -138,7 +138,34 @@ def test_an_index_that_makes_no_sense(index: bytes, tmp_path: Path) -> None:
 def test_no_folder_or_no_config(tmp_path: Path) -> None:
     assert_refused(tmp_path / "absent", "no such model folder")
     assert_refused(GOLDEN / "base_llama" / "config.json", "no such model folder")
+    (tmp_path / "notes.txt").write_text("no model")
+    assert_refused(tmp_path, "no model lies here")
+    (tmp_path / "model.safetensors").write_bytes(b"")
     assert_refused(tmp_path, "no config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html>Access denied</html>", "HTML page"),
+        (b"\n<html><body>404</body></html>", "HTML page"),
+    ],
+)
+def test_what_a_download_put_there_instead(content: bytes, match: str, tmp_path: Path) -> None:
+    model_folder(tmp_path, SHARDS)
+    file = next(tmp_path.glob("*.safetensors"))
+    file.write_bytes(content)
+    assert_refused(tmp_path, f"{file.name}: an? {match}")
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    model_folder(tmp_path, SHARDS)
+    for file in [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.index.json")]:
+        file.unlink()
+    assert_refused(tmp_path, r"no \.safetensors file$")
+    (tmp_path / "model.safetensors.incomplete").write_bytes(b"")
+    assert_refused(tmp_path, r"model\.safetensors\.incomplete is a download that did not finish")
 
 
 @pytest.mark.parametrize(

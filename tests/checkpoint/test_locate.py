@@ -56,6 +56,13 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").is_file()
 
 
+def test_a_misspelt_path_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert_refused("models/lama", "no such model folder")
+    assert_refused("owner/lama", "hub")
+
+
 @pytest.mark.parametrize("model", ["/no/such/folder", "./no-such-folder", "../x/y", "~/no-such-folder", "a/b/c"])
 def test_a_path_that_is_not_there(model: str) -> None:
     assert_refused(model, f"^{model}: no such model folder")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockscale.cli.main import VERBS, main
+from blockscale.cli.output import progress_bar
 
 Find = Callable[[str], Path]
 
@@ -236,6 +237,42 @@ def test_interrupt_is_one_error_and_exit_code_2(
 
     monkeypatch.setattr(VERBS["generate"], "run", interrupted)
     assert "interrupted" in fails(capsys, "generate", "model", "prompt")
+    assert "--resume" not in fails(capsys, "generate", "model", "prompt")
+    monkeypatch.setattr(VERBS["quantize"], "run", interrupted)
+    assert "--resume" in fails(capsys, "quantize", "model", "out")
+
+
+def test_a_long_stage_is_named_where_there_are_no_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter((0.0, 0.5, 2.0, 3.0))
+    monkeypatch.setattr("blockscale.cli.output.time.monotonic", lambda: next(now, 9.0))
+    with progress_bar() as progress:
+        for done in (1, 2, 3):
+            progress("calibrating", done, 3)
+        progress("quantizing", 1, 1)
+    captured = capsys.readouterr()
+    assert captured.err == "calibrating ...\n"
+    assert captured.out == ""
+
+
+def test_convert_looks_at_its_target_before_anything_heavy(tmp_path: Path, golden_checkpoint: Find) -> None:
+    code = (
+        "import sys; from blockscale.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, sorted(m for m in ('torch', 'transformers') if m in sys.modules))"
+    )
+    (tmp_path / "precious").write_text("mine")
+    model = golden_checkpoint("modelopt_llama_nvfp4")
+    for target, out, match in (("bf16", tmp_path, "exists already"), ("gguf", tmp_path / "x.gguf", "no tokenizer")):
+        run = subprocess.run(
+            [sys.executable, "-c", code, "convert", str(model), str(out), "--to", target],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert match in run.stderr
+        assert "transformers" not in run.stdout
+        assert run.stdout.startswith("2 ")
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,11 @@ def test_findings_come_a_rule_at_a_time(tmp_path: Path, capsys: Capture) -> None
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert lines[0] == "error: BS304 excluded-but-quantized (12 times)"
-    assert sum(line.startswith("  - model.layers.1.mlp.experts.") for line in lines) == 3
-    assert "  - and 9 more" in lines
+    assert sum(line.startswith("  - model.layers.1.mlp.experts.") for line in lines) == 1
+    assert (
+        sum(line.startswith("    so too model.layers.1.mlp.experts.") and line.endswith(" 8 more") for line in lines)
+        == 1
+    )
     assert "  --repair: The lists are written from the tensors." in lines
     assert "info: BS306 exclude-matches-nothing" in lines
     assert lines[-1] == "12 errors, 0 warnings, 1 note"
@@ -94,7 +99,6 @@ def test_options_reach_lint(tmp_path: Path, capsys: Capture) -> None:
 
     folder = broken(tmp_path, swap)
     assert main(["lint", str(folder)]) == 0
-    assert main(["lint", str(folder), "--source", str(SOURCE), "--quick"]) == 0
     capsys.readouterr()
     assert main(["lint", str(folder), "--source", str(SOURCE)]) == 1
     assert "BS401 swapped-nibbles" in capsys.readouterr().out
@@ -137,14 +141,59 @@ def test_a_repair_that_would_lose_something(tmp_path: Path, capsys: Capture) -> 
     assert not (tmp_path / "out").exists()
 
 
+def test_the_last_hint_says_whether_a_repair_would_be_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder = broken(tmp_path, lambda tensors: tensors.pop(f"{DOWN}.weight_scale"))
+    assert main(["lint", str(folder)]) == 1
+    assert "--repair would refuse: nothing mends BS110 missing-block-scale without loss" in capsys.readouterr().err
+    (folder / "config.json").write_text("{")
+    assert main(["lint", str(folder)]) == 1
+    assert "BS207 malformed-json" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_refusal_names_the_cause_and_what_helps(tmp_path: Path, capsys: Capture) -> None:
+    folder = Path(shutil.copytree(NVFP4, tmp_path / "m"))
+    (folder / "config.json").write_text("{")
+    assert main(["lint", str(folder), "--repair", str(tmp_path / "out")]) == 1
+    assert "nothing was written; correct it there, or download it again" in capsys.readouterr().err
+    shutil.copy(NVFP4 / "config.json", folder)
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "model-00002-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    assert main(["lint", str(folder), "--repair", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "BS202 missing-shard: " in said
+    assert "shard model-00002-of-00002.safetensors is missing" in said
+    assert "BS302" not in said
+    assert "finish the download" in said
+
+
+def test_a_reader_that_leaves_keeps_the_outcome(tmp_path: Path) -> None:
+    folder = broken(tmp_path, lambda tensors: tensors.pop(f"{DOWN}.weight_scale"))
+    run = subprocess.Popen(
+        [sys.executable, "-m", "blockscale", "lint", str(folder), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    assert run.stderr is not None
+    run.stdout.close()  # before anything is printed
+    said = run.stderr.read()
+    assert run.wait() == 1
+    assert ": 1 error\n" in said
+    assert "Broken" not in said
+
+
 BAD = {
     "no folder": (["/no/such/model"], "no such model folder"),
     "hub id offline": (["someone/some-model"], "hub cannot be reached"),
-    "no GPUs": ([str(NVFP4), "--tensor-parallel", "0"], "0 GPUs"),
+    "no GPUs": ([str(NVFP4), "--tensor-parallel", "0"], "--tensor-parallel 0: not a number of GPUs"),
     "no number": ([str(NVFP4), "--tensor-parallel", "x"], "invalid int value"),
     "no source": ([str(NVFP4), "--source", "/no/such/model"], "no such model folder"),
     "quantized source": ([str(NVFP4), "--source", str(MOE)], "already quantized"),
     "existing output": ([str(NVFP4), "--repair", str(SOURCE)], "exists already"),
+    "quick source": ([str(NVFP4), "--quick", "--source", str(SOURCE)], "compares nothing"),
+    "no model": ([str(GOLDEN)], "no model lies here"),
     "quick repair": ([str(NVFP4), "--quick", "--repair", "/no/such/folder"], "exclude each other"),
 }
 

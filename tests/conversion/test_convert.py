@@ -522,7 +522,7 @@ def test_scales_that_engines_misread_are_told(scale: str, tmp_path: Path) -> Non
 
     folder = changed(NVFP4.name, tmp_path / "a", tensors=change)
     (notice,) = api.convert(folder, tmp_path / "b", CT).notices
-    assert "1 fused groups" in notice
+    assert "1 fused group has" in notice
     assert "model.layers.1.mlp.gate_proj+up_proj" in notice
     assert "--repair" in notice
     assert api.convert(folder, tmp_path / "c", "bf16").notices == ()  # no scale is shared there

@@ -56,6 +56,16 @@ def rename(old: str, new: str) -> Break:
     return on_tensors(lambda tensors: tensors.update({new: tensors.pop(old)}))
 
 
+def under_another_name(folder: Path) -> None:
+    """Every tensor below `language_model`, which is what lists are made for here."""
+
+    def change(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+
+    edit(folder, change)
+
+
 def fill(name: str, value: float) -> Break:
     """Keeps dtype and shape."""
     return on_tensors(lambda tensors: tensors.update({name: torch.full_like(tensors[name], value)}))

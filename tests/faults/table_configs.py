@@ -147,6 +147,8 @@ MODELS = (
           "config.json", False),
     Fault("a cache without any scales, ct", "B2", CT_KV, drop_ending(".k_scale", ".v_scale"), "kv-scales-missing",
           "config.json", False),
+    Fault("a head of its own that is tied", "B7", NVFP4, configs((CONFIG, "tie_word_embeddings", True)),
+          "ignored-head", HEAD, False),
     Fault("a packed embedding", "B7", NVFP4, quantize("model.embed_tokens"), "quantized-embedding",
           "model.embed_tokens", False),
     Fault("AWQ under another name", "B10", "modelopt_llama_nvfp4_awq_lite", algorithm("NVFP4"), "format-mismatch",

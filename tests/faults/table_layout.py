@@ -3,12 +3,15 @@
 from .breaking_tensors import (
     as_it_is,
     copy,
+    drop,
+    drop_ending,
     other_codes,
     reshape,
     shuffle_rows,
     swap_nibbles,
     swizzle_padded_scales,
     swizzle_scales,
+    under_another_name,
 )
 from .fault import Fault
 from .table_scales import A16, CT, CT_3, CT_A16, DOWN, EXPERT, GATE, MOE, NVFP4, NVFP4_3, OUT
@@ -31,6 +34,14 @@ WITH_SOURCE = (
     Fault("rows in another order", "B9", NVFP4, shuffle_rows(OUT), "differs-from-source", OUT, False, source=LLAMA),
     Fault("block scales of another layer", "B17", NVFP4, copy(f"{FIRST_DOWN}.weight_scale", f"{DOWN}.weight_scale"),
           "far-from-source", DOWN, False, source=LLAMA),
+    Fault("a norm less in the first layer", "B10", NVFP4, drop("model.layers.0.input_layernorm.weight"),
+          "missing-tensor", "model.layers.0.input_layernorm", False, source=LLAMA),
+    Fault("a norm less in all layers", "B10", CT, drop_ending(".post_attention_layernorm.weight"), "missing-tensor",
+          "model.layers.1.post_attention_layernorm", False, source=LLAMA),
+    Fault("the last norm less", "B10", CT_3, drop_ending("model.norm.weight"), "missing-tensor", "model.norm", False,
+          source=LLAMA),
+    Fault("other names than the source's", "B6", A16, under_another_name, "source-not-compared", None, False,
+          source=LLAMA),
     Fault("codes of another weight", "B17", CT_A16, other_codes(DOWN), "differs-from-source", DOWN, False,
           source=LLAMA),
     Fault("an expert's codes of another weight", "B17", MOE, other_codes(f"{EXPERT}.up_proj"), "differs-from-source",

@@ -330,7 +330,7 @@ def test_layers_that_are_all_as_far_are_alike(tmp_path: Path) -> None:
         scales = [name for name in tensors if name.endswith("weight_scale")]
         tensors.update(zip(scales, [tensors[name] for name in [*scales[1:], scales[0]]], strict=True))
 
-    assert layers(5, all_other, tmp_path) == []
+    assert "far-from-source" not in {fault.rule for fault in layers(5, all_other, tmp_path)}
 
 
 def test_a_layer_of_outliers_is_not_far(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockscale.planning.predict import calibrated_spread, default_priors
+from blockscale.planning.speed.predict import calibrated_spread, default_priors
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,9 +3,9 @@
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import Part, from_config
-from blockscale.planning.model import presets
-from blockscale.planning.weights import Matrix, matrix_bytes, weights_of
+from blockscale.planning.models.architecture import Part, from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.models.weights import Matrix, matrix_bytes, weights_of
 
 LLAMA = {
     "hidden_size": 64,

@@ -10,22 +10,30 @@ from typing import Any
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import from_config
-from blockscale.planning.calibrate import Calibration, Run, calibrate, fit, fit_runs, free_parameters, is_named
-from blockscale.planning.calibration_file import (
+from blockscale.planning.calibration.calibrate import (
+    Calibration,
+    Run,
+    calibrate,
+    fit,
+    fit_runs,
+    free_parameters,
+    is_named,
+)
+from blockscale.planning.calibration.measurements import Measurement, read_measurements
+from blockscale.planning.calibration.store import (
     default_calibration_file,
     load_calibration,
     read_calibrations,
     save_calibration,
 )
-from blockscale.planning.hardware import find_gpu
-from blockscale.planning.layout import Layout, parse_layout
-from blockscale.planning.measurements import Measurement, read_measurements
-from blockscale.planning.memory import plan_memory
-from blockscale.planning.model import presets
-from blockscale.planning.predict import calibrated_spread, default_priors
-from blockscale.planning.speed import Deployment, Efficiency, scaled, serve
-from blockscale.planning.weights import weights_of
+from blockscale.planning.hardware.catalogue import find_gpu
+from blockscale.planning.models.architecture import from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.models.weights import weights_of
+from blockscale.planning.speed.layout import Layout, parse_layout
+from blockscale.planning.speed.memory import plan_memory
+from blockscale.planning.speed.predict import calibrated_spread, default_priors
+from blockscale.planning.speed.roofline import Deployment, Efficiency, scaled, serve
 
 LLAMA = from_config(presets()["llama-3.1-8b"], "llama-3.1-8b")
 ON_H200 = Deployment(LLAMA, weights_of(LLAMA, "fp8"), find_gpu("h200"), Layout(), "fp8")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.assumptions import Assumptions, countries, load_assumptions, records_for, to_yaml
-from blockscale.planning.cost import (
+from blockscale.planning.hardware.catalogue import Figure, find_gpu
+from blockscale.planning.money.assumptions import Assumptions, countries, load_assumptions, records_for, to_yaml
+from blockscale.planning.money.cost import (
     PARTS,
     Cost,
     cost,
@@ -18,9 +19,8 @@ from blockscale.planning.cost import (
     side_by_side,
     yearly,
 )
-from blockscale.planning.energy import power
-from blockscale.planning.hardware import Figure, find_gpu
-from blockscale.planning.predict import Workload, predict
+from blockscale.planning.money.energy import power
+from blockscale.planning.speed.predict import Workload, predict
 from tests.planning.test_predict import llama
 
 WORK = Workload(1024, 1024, 64)

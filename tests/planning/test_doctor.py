@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning import machine
-from blockscale.planning.doctor import doctor, verdicts, version_numbers
-from blockscale.planning.hardware import catalogue, find_gpu
-from blockscale.planning.machine import Device, Machine, catalogue_entry, parse_nvidia_smi
+from blockscale.planning.hardware import machine
+from blockscale.planning.hardware.catalogue import catalogue, find_gpu
+from blockscale.planning.hardware.doctor import doctor, verdicts, version_numbers
+from blockscale.planning.hardware.machine import Device, Machine, catalogue_entry, parse_nvidia_smi
 
 
 def modes(gpu: str, **versions: str) -> dict[str, str]:

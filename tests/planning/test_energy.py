@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.assumptions import Assumptions, load_assumptions
-from blockscale.planning.energy import (
+from blockscale.planning.hardware.catalogue import find_gpu
+from blockscale.planning.money.assumptions import Assumptions, load_assumptions
+from blockscale.planning.money.energy import (
     Power,
     cooling_of,
     joules_per_output_token,
@@ -17,8 +18,7 @@ from blockscale.planning.energy import (
     ratio,
     served_tokens_per_s,
 )
-from blockscale.planning.hardware import find_gpu
-from blockscale.planning.predict import Estimate, Workload, predict
+from blockscale.planning.speed.predict import Estimate, Workload, predict
 from tests.planning.test_predict import llama, predicted, published, rows
 
 # D15 ran with `power_limit = 500`, as its configuration in MLPerf's results says, and D14 in a water-cooled server.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from blockscale.planning.architecture import Part
-from blockscale.planning.folder import read_model
+from blockscale.planning.models.architecture import Part
+from blockscale.planning.models.folder import read_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

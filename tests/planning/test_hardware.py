@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.hardware import catalogue, find_gpu, read_gpu
+from blockscale.planning.answer import sentences
+from blockscale.planning.answer.language import language
+from blockscale.planning.hardware.catalogue import catalogue, find_gpu, read_gpu
+from blockscale.planning.planner import plan
 
 
 def test_every_entry_is_whole() -> None:
@@ -80,3 +83,24 @@ def test_a_file_that_makes_no_sense(text: str, what: str, tmp_path: Path) -> Non
     assert caught.value.hint
     with pytest.raises(UsageError, match="cannot be read"):
         read_gpu(tmp_path / "absent.toml")
+
+
+def test_ranges_of_announced_gpus_widen_what_is_predicted() -> None:
+    """Between 13 and 22 TB/s, and between a peak and twice of it, no interval is that of a GPU that was measured."""
+    rubin, b200 = (plan("llama-3.1-8b", gpu=name) for name in ("rubin", "b200"))
+    assert rubin.itl_ms is not None
+    assert b200.itl_ms is not None
+    assert rubin.itl_ms.high / rubin.itl_ms.value > 1.05 * b200.itl_ms.high / b200.itl_ms.value
+    quick, slow = find_gpu("rubin").ends
+    assert (slow.bandwidth.value, quick.bandwidth.value) == (13e12, 22e12)
+    assert slow.peak("bf16").value <= find_gpu("rubin").peak("bf16").value < quick.peak("bf16").value
+    assert not find_gpu("b200").is_uncertain
+
+
+def test_what_cannot_be_bought_is_said_before_any_figure() -> None:
+    words = language("en")
+    result = plan("llama-3.1-8b", gpu="h100", compare=["rubin"])
+    (banner,) = sentences.banners(result, words)
+    assert "not for sale" in banner
+    assert banner not in sentences.notices(result, words)
+    assert sentences.banners(plan("llama-3.1-8b", gpu="b300"), words) == []

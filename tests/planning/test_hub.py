@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import BlockscaleError, CheckpointError, UsageError
-from blockscale.planning import hub
-from blockscale.planning.folder import read_model
-from blockscale.planning.hub import Piece, read_hub_model, read_remote
+from blockscale.planning.models import hub
+from blockscale.planning.models.folder import read_model
+from blockscale.planning.models.hub import Piece, read_hub_model, read_remote
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 FOLDERS = sorted(path for path in GOLDEN.iterdir() if (path / "config.json").exists())

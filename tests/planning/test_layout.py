@@ -3,9 +3,9 @@
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import from_config
-from blockscale.planning.layout import Layout, check_layout, parse_layout
-from blockscale.planning.model import presets
+from blockscale.planning.models.architecture import from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.speed.layout import Layout, check_layout, parse_layout
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import pytest
 
-from blockscale.planning.architecture import Part, from_config
-from blockscale.planning.hardware import find_gpu
-from blockscale.planning.layout import parse_layout
-from blockscale.planning.memory import kv_bytes_per_token, plan_memory, sequence_bytes
-from blockscale.planning.model import presets
-from blockscale.planning.speed import Deployment
-from blockscale.planning.weights import weights_of
+from blockscale.planning.hardware.catalogue import find_gpu
+from blockscale.planning.models.architecture import Part, from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.models.weights import weights_of
+from blockscale.planning.speed.layout import parse_layout
+from blockscale.planning.speed.memory import kv_bytes_per_token, plan_memory, sequence_bytes
+from blockscale.planning.speed.roofline import Deployment
 
 
 def deployment(model: str, fmt: str, gpu: str, layout: str = "tp1", cache: str = "fp8") -> Deployment:

@@ -11,9 +11,9 @@ import pytest
 
 import blockscale as bs
 from blockscale.errors import CheckFailed, UsageError
-from blockscale.planning.plan import bounds
+from blockscale.planning.answer.plan import bounds
 from blockscale.planning.planner import plan
-from blockscale.planning.speed import Step
+from blockscale.planning.speed.roofline import Step
 
 LLAMA = {
     "model_type": "llama",
@@ -253,7 +253,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
     def unreachable(name: str) -> None:
         raise UsageError(f"{name}: the hub cannot be reached", hint="check the network")
 
-    monkeypatch.setattr("blockscale.planning.hub.read_hub_model", unreachable)
+    monkeypatch.setattr("blockscale.planning.models.hub.read_hub_model", unreachable)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     with pytest.raises(UsageError, match="cannot be reached") as caught:
         plan("meta-llama/Llama-3.1-70B", gpu="h200")

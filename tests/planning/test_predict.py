@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import UsageError
-from blockscale.planning.architecture import Part, from_config
-from blockscale.planning.hardware import find_gpu
-from blockscale.planning.layout import parse_layout
-from blockscale.planning.model import presets
-from blockscale.planning.predict import Prediction, Workload, default_priors, predict
-from blockscale.planning.speed import Deployment, decode_step, expert_coverage, prefill
-from blockscale.planning.weights import PartWeights, Weights, weights_of
+from blockscale.planning.hardware.catalogue import find_gpu
+from blockscale.planning.models.architecture import Part, from_config
+from blockscale.planning.models.model import presets
+from blockscale.planning.models.weights import PartWeights, Weights, weights_of
+from blockscale.planning.speed.layout import parse_layout
+from blockscale.planning.speed.predict import Prediction, Workload, default_priors, predict
+from blockscale.planning.speed.roofline import Deployment, decode_step, expert_coverage, prefill
 
 VALIDATION = Path(__file__).parents[1] / "golden" / "planning" / "validation.csv"
 GPUS = {"B200 SXM": "b200", "H100 SXM": "h100", "H200 SXM": "h200", "GB200": "gb200"}

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import OutputError, UsageError
-from blockscale.planning.language import LANGUAGES, language
+from blockscale.planning.answer.language import LANGUAGES, language
+from blockscale.planning.answer.result import PlanResult
 from blockscale.planning.planner import plan
-from blockscale.planning.plots import Datum, log_plot, log_ticks, stacks
-from blockscale.planning.predict import Estimate
-from blockscale.planning.report import render_plan, write_plan
-from blockscale.planning.result import PlanResult
+from blockscale.planning.report.page import render_plan, write_plan
+from blockscale.planning.report.plots import Datum, log_plot, log_ticks, stacks
+from blockscale.planning.speed.predict import Estimate
 from tests.page_parser import Page
 
 DAY = datetime.date(2026, 12, 1)

@@ -3,14 +3,14 @@
 import pytest
 
 from blockscale.errors import CheckFailed, UsageError
-from blockscale.planning.assumptions import load_assumptions
-from blockscale.planning.hardware import find_gpu
-from blockscale.planning.model import Model, find_model
-from blockscale.planning.plan import Targets
+from blockscale.planning.answer.plan import Targets
+from blockscale.planning.answer.result import SearchResult
+from blockscale.planning.answer.search import Space, candidates, search
+from blockscale.planning.hardware.catalogue import find_gpu
+from blockscale.planning.models.model import Model, find_model
+from blockscale.planning.money.assumptions import load_assumptions
 from blockscale.planning.planner import plan
-from blockscale.planning.predict import Workload, default_priors
-from blockscale.planning.result import SearchResult
-from blockscale.planning.search import Space, candidates, search
+from blockscale.planning.speed.predict import Workload, default_priors
 
 
 def found(model: Model, workload: Workload, targets: Targets, objective: str) -> SearchResult:

@@ -15,8 +15,8 @@ import torch
 from gguf import GGMLQuantizationType, LlamaFileType
 
 from blockscale.checkpoint.output import partial_path
-from blockscale.checkpoint.target import disk_errors
 from blockscale.checkpoint.reader import Checkpoint
+from blockscale.checkpoint.target import disk_errors
 from blockscale.conversion.gguf.families import Family
 from blockscale.conversion.gguf.hyperparameters import (
     add_hyperparameters,

@@ -68,6 +68,8 @@ def reindex(folder: Folder) -> Reindexed:
 
 def is_mended(fault: Fault) -> bool:
     """Whether a fault is about the index or about which file counts, and not about what a file holds."""
+    if fault.rule == "missing-shard" and not fault.where.endswith(".safetensors"):
+        return False  # there are no weights at all
     return fault.rule in MENDED or (fault.rule == "malformed-json" and fault.where == INDEX_NAME)
 
 

@@ -24,6 +24,9 @@ from blockscale.inspection.reading import Reading
 
 _DROPPED_LEAVES = ("weight_scale_2", "input_scale", "weight_global_scale", "input_global_scale", "_amax")
 _NOTHING = "nothing in the files says what it should be"
+NO_REPAIR = "has no repair"
+# Of these the files might say it; of what is lost or of another model there is nothing to ask them for.
+_OF_SCALES = ("nan-block-scale", "missing-block-scale", "missing-global-scale", "one-sided-kv-scale")
 _UNKNOWN = "its tensors are no format that is known"
 _OTHER_NUMBER = "its block scales are of another number than its weight's blocks"
 _NO_SIBLING = "no sibling that sees the same input has a scale"
@@ -133,12 +136,16 @@ Handler = Callable[[_Sheet, Finding], str]
 
 
 def _refuse(sheet: _Sheet, finding: Finding) -> str:
-    return _NOTHING
+    return _NOTHING if finding.name in _OF_SCALES else NO_REPAIR
 
 
 def _by_rewriting(sheet: _Sheet, finding: Finding) -> str:
     """Index and configs are written anew in any case."""
     return ""
+
+
+def _missing_shard(sheet: _Sheet, finding: Finding) -> str:
+    return "" if sheet.reading.folder.tensors else NO_REPAIR
 
 
 def _json(sheet: _Sheet, finding: Finding) -> str:
@@ -306,6 +313,7 @@ def _kv_config(sheet: _Sheet, finding: Finding) -> str:
 
 _HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys(MENDED, _by_rewriting),
+    "missing-shard": _missing_shard,
     "fused-global-scale-mismatch": _share_weights,
     "fused-input-scale-mismatch": _share_inputs,
     "negative-block-scale": _treat_linear(has_signed_blocks=True),

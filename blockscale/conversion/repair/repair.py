@@ -20,8 +20,8 @@ from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.source import as_itself
 from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.repair.config_losses import losses, with_said_activations
-from blockscale.conversion.repair.reindex import Reindexed, is_mended, reindex
-from blockscale.conversion.repair.remedies import Remedies, find_remedies
+from blockscale.conversion.repair.reindex import MENDED, Reindexed, is_mended, reindex
+from blockscale.conversion.repair.remedies import NO_REPAIR, Remedies, find_remedies
 from blockscale.conversion.repair.treatment import treat_group
 from blockscale.conversion.rewrite import (
     Job,
@@ -39,6 +39,8 @@ from blockscale.inspection.reading import Reading, read_surveyed
 
 _OWN_CONFIGS = ("config.json", "quant_config.json", "quantize_config.json")
 _RECORDS = ("recipe.yaml",)  # of how the checkpoint was made, which a repair changes nothing about
+_MAX_HINTS = 2
+_OTHERWISE = "quantize the model again, or download it again"
 _REPORT = "this is a fault of blockscale; please report it with what lint says"
 
 
@@ -130,20 +132,31 @@ def _check_outside(path: Path, out: Path) -> None:
 
 def _refuse_what_is_lost(path: Path, reading: Reading, remedies: Remedies, reindexed: Reindexed) -> None:
     reasons: dict[str, list[str]] = {}
+    hints: list[str] = []
     for finding, why in remedies.refused:
-        if finding.severity == "error":
-            reasons.setdefault(f"{finding.rule} ({why})", []).append(finding.layer)
+        if finding.severity == "error" and not (finding.name == "nothing-quantized" and reindexed.lost):
+            rule = finding.rule if why == NO_REPAIR else f"{finding.rule} ({why})"
+            reasons.setdefault(rule, []).append(finding.layer)
+            hints.append(finding.hint)
     lines = [f"{rule}: {', '.join(layers)}" for rule, layers in reasons.items()]
     lines += _unreadable(reading, remedies)
     if remedies.treated:
+        if reindexed.lost:  # what the files lack comes of what is wrong with them
+            causes = [f for f in remedies.treated if f.name in MENDED and f.severity == "error"]
+            lines = [*(f"{finding.rule}: {finding.message}" for finding in causes), *lines]
+            hints = [*(finding.hint for finding in causes), *hints]
         lines += reindexed.lost
         if reading.model is not None:
             lines += losses(reading, reading.model, remedies.dropped)
     if lines:
         raise CheckFailed(
             f"{path} cannot be repaired without losing something:\n  " + "\n  ".join(lines),
-            hint="nothing was written; quantize the model again, or download it again",
+            hint="nothing was written; " + ("; or ".join(_first(hints)) or _OTHERWISE),
         )
+
+
+def _first(hints: Iterable[str]) -> list[str]:
+    return [hint for hint in dict.fromkeys(hints) if hint][:_MAX_HINTS]
 
 
 def _unreadable(reading: Reading, remedies: Remedies) -> Iterator[str]:

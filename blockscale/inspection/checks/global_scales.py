@@ -227,7 +227,7 @@ def odd_faults(scales: Sequence[GlobalScale], backwards: Mapping[GlobalScale, st
         alike = [scale for scale in inputs if scale.unscaled_max == unscaled_max]
         usual = statistics.median(scale.amax for scale in alike)
         for scale in alike:
-            if scale not in backwards and usual <= _ALL_INPUTS and _is_odd(scale, usual, len(alike) >= _FEW):
+            if usual <= _ALL_INPUTS and _is_odd(scale, usual, len(alike) >= _FEW) and scale not in backwards:
                 what = f"{scale.where}: {scale.kind} {scale.stored:.4g} {_meaning(scale, 'inputs')}"
                 hint = "calibrate again to tell, or look at the layer's activations"
                 yield Fault("odd-input-scale", scale.where, what, hint, is_fatal=False)

@@ -150,9 +150,8 @@ def _missing_parts(root: str, layers: Layers, text: Mapping[str, Any]) -> Iterat
 def _normalises_first(text: Mapping[str, Any]) -> bool:
     """Whether the first layer is like the others. Of some models its input comes normalised, and of draft models that
     go by their target's type."""
-    architectures = text.get("architectures") or ()
-    is_draft = any("eagle" in str(name).lower() for name in architectures if isinstance(architectures, list))
-    return text.get("model_type") in _NORMALISE_FIRST and not is_draft
+    is_draft = "eagle" in str(text.get("architectures")).lower()
+    return str(text.get("model_type")) in _NORMALISE_FIRST and not is_draft
 
 
 def _like(parts: Parts, counts: Mapping[Parts, int]) -> Parts | None:

@@ -234,8 +234,6 @@ def _far_faults(
     linears: Mapping[str, StoredLinear], noise: Mapping[str, float], reported: Collection[str]
 ) -> Iterator[Fault]:
     """Layers with much more noise than those of the same leaf, or of the same format where few have the leaf."""
-    from blockscale.inspection.checks.against_source import decibels
-
     kinds: dict[tuple[str, str], list[float]] = {}
     for name, share in noise.items():
         fmt, leaf = linears[name].scheme.weight.name, name.rpartition(".")[2]
@@ -248,6 +246,8 @@ def _far_faults(
         fmt, leaf = linears[name].scheme.weight.name, name.rpartition(".")[2]
         usual = medians.get((fmt, leaf), medians.get((fmt, "")))
         if usual is not None and share > _FAR * usual:
+            from blockscale.inspection.checks.against_source import decibels
+
             what = (
                 f"{name}: signal to noise beside the source is {decibels(share):.1f} dB, and in the median of the "
                 f"layers like it {decibels(usual):.1f} dB"

@@ -1,0 +1,1 @@
+"""One configuration answered, many searched, and the answer in words."""

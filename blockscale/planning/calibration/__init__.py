@@ -1,0 +1,1 @@
+"""Predictions fitted to a user's own measurements."""

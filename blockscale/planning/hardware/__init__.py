@@ -1,0 +1,1 @@
+"""What a GPU is: the catalogue, this machine, and what runs natively on either."""

@@ -1,0 +1,1 @@
+"""Power, energy, racks and cost, and what they assume."""

@@ -1,0 +1,40 @@
+"""Power, energy, racks and money of a prediction, as far as the GPU's power and price are known."""
+
+from dataclasses import dataclass
+
+from blockscale.errors import UsageError
+from blockscale.planning.money.assumptions import Assumptions
+from blockscale.planning.money.cost import Cost, cost, has_price
+from blockscale.planning.money.energy import Power, Racks, power, racks, ratio, served_tokens_per_s
+from blockscale.planning.speed.predict import Estimate, Prediction, Workload
+from blockscale.planning.speed.roofline import Deployment
+
+
+@dataclass(frozen=True)
+class Bill:
+    """None where something is not known.
+
+    joules_per_output_token  at the wall; energy of prompts is in it
+    why_no_racks             what `racks` says where no rack takes the server
+    """
+
+    power: Power | None = None
+    joules_per_output_token: Estimate | None = None
+    racks: Racks | None = None
+    cost: Cost | None = None
+    why_no_racks: str = ""
+
+
+def bill(d: Deployment, prediction: Prediction, workload: Workload, a: Assumptions) -> Bill:
+    """Under the predicted load."""
+    if d.gpu.tdp_watts is None:
+        return Bill()
+    drawn = power(d, prediction, a, workload)
+    joules = ratio(drawn.wall_watts, served_tokens_per_s(d, prediction, workload))
+    needed, why = None, ""
+    try:
+        needed = racks(d.gpu, d.layout.num_gpus, a)
+    except UsageError as error:
+        why = str(error)
+    money = cost(d, prediction, a, workload, drawn) if has_price(d.gpu, a) else None
+    return Bill(drawn, joules, needed, money, why)

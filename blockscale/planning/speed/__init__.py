@@ -1,0 +1,1 @@
+"""How a model lies on GPUs, what fits, and how fast it is there."""
