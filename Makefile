@@ -25,7 +25,7 @@ demo: install
 	$(BIN)/blockscale demo --out demo-out
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 test-slow: install
 	$(BIN)/python -m pytest --slow

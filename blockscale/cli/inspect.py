@@ -53,7 +53,7 @@ def print_inspection(inspection: "Inspection", *, every: bool = False) -> None:
     """`every`: a row for each layer and kept tensor."""
     from blockscale.cli.output import printable
     from blockscale.inspection import rows
-    from blockscale.pages import number, size
+    from blockscale.pages import DASH, number, size
 
     print(printable(f"{inspection.path}: {rows.origin_text(inspection)}"))
     layers = rows.layer_rows(inspection, every=every)
@@ -74,7 +74,8 @@ def print_inspection(inspection: "Inspection", *, every: bool = False) -> None:
             for row in layers
         ]
         _print_columns([_LAYER_TITLES, *figures])
-        print("global and input scales are shown as multipliers, whichever way the file stores them")
+        if any({row.global_scale, row.input_scale} != {DASH} for row in layers):
+            print("scales are shown as multipliers, whichever way the file stores them")
     kept = rows.kept_rows(inspection, every=every)
     if kept:
         cells = [

@@ -12,11 +12,13 @@ examples:
 """
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockscale.planning.answer.result import PlanResult
+    from blockscale.planning.money.energy import Racks
     from blockscale.planning.speed.predict import Estimate
 
 NAME = "plan"
@@ -29,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME|FILE.toml", help="of the catalogue, or described in a file (default: this machine's)")
     add("--gpus", type=int, metavar="N", help="how many (default: 1, or as many as the layout takes)")
     add("--format", metavar="F", help="of the layers' weights: bf16, fp8, nvfp4, mxfp4, int4 (default: as stored)")
-    add("--kv-cache", metavar="F", help="bf16, fp8 or nvfp4 (default: bf16)")
-    add("--layout", metavar="L", help="tp8, tp4pp2, tep8, dep8, tp2dp4 ... (default: tensor parallel)")
+    add("--kv-cache", metavar="F", help="bf16, fp8 or nvfp4 (default: bf16; of a search fp8 where it is native)")
+    add("--layout", metavar="L", help="tp8, tp4pp2, tep8, dep8, tp2dp4 ... (default: what serves the load best)")
     add(
         "--engine",
         metavar="E",
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="R", help="requests a second, instead of --concurrency")
     add("--ttft-ms", type=float, metavar="X", help="target: milliseconds to the first token")
     add("--itl-ms", type=float, metavar="X", help="target: milliseconds between tokens")
+    add("--sure", action="store_true", help="targets must hold at the unfavourable end of the 80 %% intervals, too")
     add("--objective", default="cost", metavar="O", help="of a search: cost, energy or gpus (default: cost)")
     add("--compare", action="append", default=[], metavar="F@GPU", help="beside it: fp8@h200, fp8@8xh200:tp8 ...")
     add(
@@ -125,34 +128,50 @@ def _print_figures(result: "PlanResult") -> None:
 
 def _figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
     from blockscale.pages import number, size
+    from blockscale.planning.answer import sentences
+    from blockscale.planning.answer.language import language
 
     yield "fits", "yes" if result.fits else f"no, each GPU lacks {size(round(result.missing_bytes))}"
-    yield "weights", f"{size(result.weights_bytes)}, {number(result.bits_per_parameter, 3)} bits a parameter"
+    how = "by the files' headers" if result.weights_are_exact else "by formula"
+    yield "weights", f"{size(result.weights_bytes)} {how}, {number(result.bits_per_parameter, 3)} bits a parameter"
     if result.image_request is not None:
         yield from _image_figures(result)
         return
     yield "KV cache a token", size(round(result.kv_bytes_per_token))
+    beside = round(result.kv_bytes_per_sequence)
+    yield "KV cache a request beside them", f"{size(beside)}, full windows and states" if beside else "-"
+    load = sentences.utilization(result, language("en"))
+    yield "load", load or "-"
     yield "requests admitted", f"{result.max_sequences:,}"
     yield "requests running", "-" if result.sequences is None else f"{result.sequences:,.0f} (limit: {result.limit})"
-    yield "TTFT", _interval(result.ttft_ms, "ms")
-    yield "ITL", _interval(result.itl_ms, "ms")
-    yield "tokens/s and GPU", _interval(result.output_tokens_per_s_per_gpu)
-    yield "tokens/s", _interval(result.output_tokens_per_s)
+    yield "TTFT, mean", _interval(result.ttft_ms, "ms")
+    yield "ITL, mean", _interval(result.itl_ms, "ms")
+    yield "output tokens/s and GPU", _interval(result.output_tokens_per_s_per_gpu)
+    yield "output tokens/s", _interval(result.output_tokens_per_s)
+    yield "capacity, output tokens/s", _interval(result.capacity_per_s)
     bill = result.bill
-    yield "power at the wall", _interval(result.wall_watts, "W")
-    yield "power of the boards", "-" if bill.power is None else _interval(bill.power.board_watts, "W")
-    yield "with cooling", "-" if bill.power is None else _interval(bill.power.facility_watts, "W")
-    yield "J an output token", _interval(result.joules_per_output_token)
+    yield "power, servers at the wall", _interval(result.wall_watts, "W")
+    yield "power, GPU boards", "-" if bill.power is None else _interval(bill.power.board_watts, "W")
+    yield "power, with cooling", "-" if bill.power is None else _interval(bill.power.facility_watts, "W")
+    yield "J an output token, at the wall", _interval(result.joules_per_output_token)
     racks = bill.racks
-    yield "racks", "-" if racks is None else f"{racks.num_racks:,}, {number(racks.kw.value, 3)} kW nameplate"
+    yield "racks", "-" if racks is None else _racks(racks)
     cost = bill.cost
     if cost is None:
         return
-    yield f"{cost.currency} a million tokens", _interval(cost.per_million_tokens)
+    yield f"{cost.currency} a million output tokens", _interval(cost.per_million_tokens)
     for part, amount in cost.parts.items():
         yield f"  {part}", number(amount, 3)
-    yield f"{cost.currency} a month", f"{cost.per_month:,.0f}"
-    yield f"{cost.currency} to buy", "-" if cost.purchase is None else f"{cost.purchase.total:,.0f}"
+    yield f"{cost.currency} a month", _interval(cost.per_month)
+    yield f"{cost.currency} to buy", "-" if cost.purchase is None else _interval(cost.purchase.estimate)
+
+
+def _racks(racks: "Racks") -> str:
+    """Whole systems, whatever share of them is planned."""
+    from blockscale.pages import number
+
+    systems = f"{racks.num_servers:,} x {racks.unit}"
+    return f"{racks.num_racks:,}: {systems}, {number(racks.kw.value, 3)} kW nameplate in all"
 
 
 def _image_figures(result: "PlanResult") -> Iterator[tuple[str, str]]:
@@ -170,6 +189,10 @@ def _interval(estimate: "Estimate | None", unit: str = "") -> str:
 
     if estimate is None:
         return "-"
+    if math.isinf(estimate.value):
+        return language("en").text("endless")
+    if estimate.low == estimate.value == estimate.high:
+        return f"{language('en').number(estimate.value)} {unit}".rstrip()
     value, low, high = map(language("en").number, (estimate.value, estimate.low, estimate.high))
     return f"{value} {unit}".rstrip() + f" [{low}, {high}]"
 
@@ -218,7 +241,7 @@ def _print_curve(result: "PlanResult") -> None:
         for point in result.curve
     ]
     if rows:
-        _table(("requests a replica", "ITL, ms", "TTFT, ms", "tokens/s and GPU"), rows)
+        _table(("requests a replica", "ITL, ms", "TTFT, ms", "output tokens/s and GPU"), rows)
 
 
 def _print_found(result: "PlanResult") -> None:
@@ -229,19 +252,19 @@ def _print_found(result: "PlanResult") -> None:
     words, search = language("en"), result.search
     rows = [
         (
-            ("* " if found.is_best else "  ") + found.choice.name,
+            ("* " if found.is_best else "  ") + f"{found.choice.name}, KV {found.choice.cache}",
             f"{found.batch:,.0f}",
-            words.number(found.itl_ms.value),
-            words.number(found.ttft_ms.value),
+            _interval(found.itl_ms),
+            _interval(found.ttft_ms),
             words.number(found.tokens_per_s.value),
-            words.number(found.cost_per_million_tokens),
-            words.number(found.joules_per_output_token),
+            _interval(found.cost_per_million_tokens),
+            words.number(None if found.joules_per_output_token is None else found.joules_per_output_token.value),
             "yes" if found.is_sure else "no",
         )
         for found in search.shown()
     ]
-    money = f"{'' if result.bill.cost is None else result.bill.cost.currency + ' '}a M tokens"
-    titles = ("meets the targets", "batch", "ITL, ms", "TTFT, ms", "tokens/s", money, "J/token", "sure")
+    money = f"{'' if result.bill.cost is None else result.bill.cost.currency + ' '}a M output tokens"
+    titles = ("meets the targets", "batch", "ITL, ms", "TTFT, ms", "tokens/s", money, "J/token, wall", "sure")
     _table(titles, rows)
     by = words.text(f"objective.{search.objective}")
     print(f"{len(search.found)} of {search.tried} configurations meet the targets; least {by} first")

@@ -207,16 +207,16 @@ def _config_files(
     has_pre_quant_scale: bool,
 ) -> dict[str, str]:
     """Every config file, from the tensors alone."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
     if dialect is None:
         assert not linears
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
         return {"config.json": json.dumps(plain, indent=2) + "\n"}
-    plain = dict(with_untied_head(plain, linears))
+    config = with_untied_head(config, linears)
     shapes = {name: shape for name, (_, shape) in kept.items()}
-    reasons = {module_name(name): kept_reason(name, shape, plain) for name, shape in shapes.items()}
+    reasons = {module_name(name): kept_reason(name, shape, config) for name, shape in shapes.items()}
     schemes = {module: scheme for module, (scheme, _) in linears.items()}
     modules = unquantized_modules(schemes, shapes, reasons)
-    return DIALECTS[dialect].config_files(plain, schemes, modules, kv_format, has_pre_quant_scale)
+    return DIALECTS[dialect].config_files(config, schemes, modules, kv_format, has_pre_quant_scale)
 
 
 def _record(provenance: Mapping[str, Any], errors: Mapping[str, float]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,6 +324,14 @@ def test_a_disk_that_fails(
     assert caught.value.hint
     monkeypatch.undo()
     check_gone(tmp_path / "out")
+
+
+def test_a_disk_without_room_is_named_in_sizes_that_say_something(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
+    with pytest.raises(OutputError, match=r"the disk is full: [1-9][\d.]* k?B are needed, 7 B are free"):
+        job.run(tmp_path / "out")
 
 
 def test_a_disk_that_fills_with_companions(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

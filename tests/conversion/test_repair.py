@@ -1,6 +1,7 @@
 """A repaired folder stands for what the broken one was meant to, or nothing is written."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,29 @@ def low_scales(module: str, shift: int) -> Change:
         tensors[f"{module}.weight_scale_2"].fill_(1.0)
 
     return change
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ({"name": "modelopt", "version": "0.33.0"}, {"name": "modelopt", "version": "0.33.0"}),
+        (None, {"name": "modelopt", "version": "0.47.0"}),
+        ("a word", {"name": "modelopt", "version": "0.47.0"}),
+    ],
+)
+def test_the_producer_stays_who_it_was(said: object, written: object, tmp_path: Path) -> None:
+    def entry(config: dict[str, Any]) -> dict[str, Any]:
+        found = config["quantization_config"]
+        assert isinstance(found, dict)
+        return found
+
+    folder = Path(shutil.copytree(GOLDEN / "modelopt_llama_nvfp4", tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    entry(config).update(producer=said, ignore=[])
+    (folder / "config.json").write_text(json.dumps(config))
+    assert repair_checkpoint(folder, tmp_path / "out").repairs
+    assert entry(json.loads((tmp_path / "out" / "config.json").read_text()))["producer"] == written
+    assert json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["producer"] == written
 
 
 def test_a_groups_block_scales_move_up_together(tmp_path: Path) -> None:

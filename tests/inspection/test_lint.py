@@ -157,6 +157,54 @@ def test_a_16bit_model_says_that_there_is_nothing_quantized() -> None:
     assert any("16-bit model" in notice for notice in lint_folder(SOURCE).notices)
 
 
+# ---------------------------------------------------------------- beside the embedding, the next layer and the source
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_copy_of_the_embedding_is_no_head_of_its_own(copied: Path, last: bool) -> None:
+    set_config(copied, tie_word_embeddings=True)
+    assert [(f.name, f.layer) for f in lint_folder(copied).findings] == [("ignored-head", "lm_head")]
+
+    def tie(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit(copied, tie)
+    assert lint_folder(copied).findings == ()
+    edit(copied, lambda tensors: tensors["lm_head.weight"].view(torch.uint8)[-1 if last else 0, -1].bitwise_xor_(1))
+    assert [f.name for f in lint_folder(copied).findings] == ["ignored-head"]
+    assert lint_folder(copied, quick=True).findings == ()
+
+
+def test_the_first_norm_is_missed_where_models_have_it(copied: Path) -> None:
+    edit(copied, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
+    expected = [("missing-tensor", "model.layers.0.input_layernorm")]
+    assert [(f.name, f.layer) for f in lint_folder(copied).findings] == expected
+    set_config(copied, architectures=["LlamaForCausalLMEagle"])
+    assert lint_folder(copied).findings == ()
+    set_config(copied, architectures=["LlamaForCausalLM"], model_type="another")
+    assert lint_folder(copied).findings == ()
+    assert [(f.name, f.layer) for f in lint_folder(copied, source=SOURCE).findings] == expected
+
+
+def test_what_has_another_name_than_in_the_source_is_not_lost(copied: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.final_norm.weight"] = tensors.pop("model.norm.weight")
+
+    edit(copied, rename)
+    assert lint_folder(copied, source=SOURCE).findings == ()
+
+
+def test_a_pickle_beside_nothing_is_not_to_be_deleted(copied: Path) -> None:
+    (copied / "pytorch_model.bin").write_bytes(b"")
+    (finding,) = lint_folder(copied).findings
+    assert finding.hint.startswith("delete it")
+    (copied / "model.safetensors").unlink()
+    shard, pickle = lint_folder(copied).findings
+    assert (shard.name, shard.repair) == ("missing-shard", "")
+    assert "delete" not in pickle.hint
+    assert lint_folder(copied).notices == ()
+
+
 # ---------------------------------------------------------------- the verb
 
 

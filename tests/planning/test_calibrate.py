@@ -33,12 +33,14 @@ from blockscale.planning.models.weights import weights_of
 from blockscale.planning.speed.layout import Layout, parse_layout
 from blockscale.planning.speed.memory import plan_memory
 from blockscale.planning.speed.predict import calibrated_spread, default_priors
-from blockscale.planning.speed.roofline import Deployment, Efficiency, scaled, serve
+from blockscale.planning.speed.roofline import Deployment, Efficiency, serve
 
 LLAMA = from_config(presets()["llama-3.1-8b"], "llama-3.1-8b")
 ON_H200 = Deployment(LLAMA, weights_of(LLAMA, "fp8"), find_gpu("h200"), Layout(), "fp8")
 WORKLOADS = [(n, i, o) for n in (1, 8, 32, 128) for i, o in ((1024, 1024), (4096, 512))]
-TRUTH = scaled(default_priors().efficiency, weights=0.8, cache=0.7, layer_s=1.4, ahead=1.5)
+USUAL = default_priors().efficiency
+OFF = {"weights": 0.8, "cache": 0.7, "layer_s": 1.4, "ahead": 1.5}
+TRUTH = replace(USUAL, **{name: getattr(USUAL, name) * factor for name, factor in OFF.items()})
 
 
 def measured(e: Efficiency, sequences: float, num_input: int, num_output: int) -> Measurement:

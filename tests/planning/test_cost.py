@@ -16,7 +16,6 @@ from blockscale.planning.money.cost import (
     has_price,
     landed_multiplier,
     purchase,
-    side_by_side,
     yearly,
 )
 from blockscale.planning.money.energy import power
@@ -28,7 +27,7 @@ WORK = Workload(1024, 1024, 64)
 
 def spent(a: Assumptions | None = None, gpu: str = "b200", fmt: str = "nvfp4", work: Workload = WORK) -> Cost:
     d = llama(gpu, fmt)
-    return cost(d, predict(d, work), a, work)
+    return cost(d, predict(d, work), a)
 
 
 def test_taxes_of_brazil() -> None:
@@ -58,6 +57,7 @@ def test_landed_price_by_hand() -> None:
     bought = purchase(find_gpu("b200"), 8, a)
     assert bought.price == pytest.approx(8 * 50_000 * 1.1 * 5.4)
     assert bought.total == pytest.approx(bought.price * 1.02 * 1.1175 / 0.82)
+    assert bought.estimate.low <= bought.total <= bought.estimate.high
 
 
 def test_cost_by_hand() -> None:
@@ -84,7 +84,7 @@ def test_cost_by_hand() -> None:
     assert found.parts["energy"] == pytest.approx(kw * 0.1 / tokens * 1e6)
     assert found.parts["taxes"] == 0
     assert found.per_million_tokens.value == pytest.approx(sum(found.parts.values()))
-    assert found.per_hour == pytest.approx(found.per_million_tokens.value * tokens / 1e6)
+    assert found.per_hour.value == pytest.approx(found.per_million_tokens.value * tokens / 1e6)
     assert found.kwh_per_million_tokens == pytest.approx(kw / tokens * 1e6)
 
 
@@ -127,15 +127,15 @@ def test_rental() -> None:
     a = replace(load_assumptions(), acquisition="rental")
     found = spent(a)
     assert found.purchase is None
-    assert found.per_hour == pytest.approx(2.90)
+    assert found.per_hour.value == pytest.approx(2.90)
     assert found.parts["energy"] == found.parts["operation"] == 0
-    assert found.per_month == pytest.approx(2.90 * 730)
-    assert spent(replace(a, rental_tax_share=0.4)).per_hour == pytest.approx(2.90 * 1.4)
+    assert found.per_month.value == pytest.approx(2.90 * 730)
+    assert spent(replace(a, rental_tax_share=0.4)).per_hour.value == pytest.approx(2.90 * 1.4)
 
 
 def test_owning_costs_about_what_owners_say() -> None:
     """An hour of a neocloud's own B200 is 2.34 dollars in the price book."""
-    assert spent().per_hour == pytest.approx(2.34, rel=0.2)
+    assert spent().per_hour.value == pytest.approx(2.34, rel=0.2)
 
 
 def test_an_unknown_price_says_what_to_set() -> None:
@@ -145,16 +145,6 @@ def test_an_unknown_price_says_what_to_set() -> None:
     with pytest.raises(UsageError, match="no purchase price of MI355X is known") as caught:
         spent(a, "mi355x")
     assert "purchase_usd_per_gpu: {mi355x: ...}, or acquisition: rental" in caught.value.hint
-
-
-def test_side_by_side() -> None:
-    old, new = spent(gpu="h200", fmt="fp8"), spent()
-    lines = {line.name: line for line in side_by_side(old, new)}
-    assert [*PARTS, "total"] == list(lines)[:5]
-    assert lines["total"].ratio == pytest.approx(new.per_million_tokens.value / old.per_million_tokens.value)
-    assert lines["to buy"].second == pytest.approx(61_500 * 1.1 * 1.01)
-    with pytest.raises(UsageError, match="USD and BRL"):
-        side_by_side(old, spent(load_assumptions(country="BR")))
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -12,7 +12,6 @@ from blockscale.planning.money.energy import (
     Power,
     cooling_of,
     joules_per_output_token,
-    kwh_per_million_tokens,
     power,
     racks,
     ratio,
@@ -78,7 +77,7 @@ def test_measured_joules_per_token() -> None:
 def drawn(gpu: str = "b200", work: Workload | None = None, **settings: object) -> Power:
     d, work = llama(gpu), work or Workload(1024, 1024, 64)
     own: Assumptions = replace(load_assumptions(), **settings)  # type: ignore[arg-type]
-    return power(d, predict(d, work), own, work)
+    return power(d, predict(d, work), own)
 
 
 def test_boards_stay_below_tdp_and_above_idle() -> None:
@@ -113,10 +112,10 @@ def test_more_load_draws_more_and_costs_less_energy_a_token() -> None:
 def test_a_rate_that_leaves_gpus_standing_still_draws_less() -> None:
     rare, work = Workload(100, 100, rate=0.01), Workload(100, 100, 1)
     d = llama()
-    assert power(d, predict(d, rare), workload=rare).board_watts.value < drawn(work=work).board_watts.value
-    assert served_tokens_per_s(d, predict(d, rare), rare) == Estimate(1.0, 1.0, 1.0)
+    assert power(d, predict(d, rare)).board_watts.value < drawn(work=work).board_watts.value
+    assert served_tokens_per_s(d, predict(d, rare)) == Estimate(1.0, 1.0, 1.0)
     swamped = Workload(1000, 1000, rate=50.0)
-    assert served_tokens_per_s(d, predict(d, swamped), swamped).value < 50_000
+    assert served_tokens_per_s(d, predict(d, swamped)).value < 50_000
 
 
 def test_a_power_limit_holds() -> None:
@@ -174,7 +173,3 @@ def test_widths_of_a_ratio_add_in_square() -> None:
     other = Estimate(5.0, 5 / math.exp(0.4), 5 * math.exp(0.4))
     found = ratio(one, other)
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 / math.exp(0.5), 2 * math.exp(0.5)))
-
-
-def test_kwh() -> None:
-    assert kwh_per_million_tokens(3.6) == pytest.approx(1.0)

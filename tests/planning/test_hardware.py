@@ -9,6 +9,7 @@ from blockscale.planning.answer import sentences
 from blockscale.planning.answer.language import language
 from blockscale.planning.hardware.catalogue import catalogue, find_gpu, read_gpu
 from blockscale.planning.planner import plan
+from blockscale.planning.report.page import render_plan
 
 
 def test_every_entry_is_whole() -> None:
@@ -103,4 +104,6 @@ def test_what_cannot_be_bought_is_said_before_any_figure() -> None:
     (banner,) = sentences.banners(result, words)
     assert "not for sale" in banner
     assert banner not in sentences.notices(result, words)
+    page = render_plan(result)
+    assert page.index("not for sale") < page.index("The answer")
     assert sentences.banners(plan("llama-3.1-8b", gpu="b300"), words) == []

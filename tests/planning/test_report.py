@@ -12,7 +12,7 @@ from blockscale.planning.answer.language import LANGUAGES, language
 from blockscale.planning.answer.result import PlanResult
 from blockscale.planning.planner import plan
 from blockscale.planning.report.page import render_plan, write_plan
-from blockscale.planning.report.plots import Datum, log_plot, log_ticks, stacks
+from blockscale.planning.report.plots import Mark, log_plot, log_ticks, stacks
 from blockscale.planning.speed.predict import Estimate
 from tests.page_parser import Page
 
@@ -134,7 +134,7 @@ def test_ticks_cover_what_is_drawn() -> None:
 
 
 def test_a_plot_keeps_order_and_bounds() -> None:
-    points = [Datum(x, y, y / 2, y * 2, "") for x, y in ((1.0, 100.0), (10.0, 30.0))]
+    points = [Mark(x, y, y / 2, y * 2, "") for x, y in ((1.0, 100.0), (10.0, 30.0))]
     plot = log_plot([("a", points)], str)
     assert plot is not None
     left, right = plot.lines[0].marks

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockscale.errors import UsageError
 from blockscale.planning.hardware.catalogue import Gpu, find_gpu
@@ -73,10 +73,8 @@ MAX_TENSOR = 8  # beyond it all-reduces take more than cut matrices give
 
 
 def default_layout(architecture: Architecture, gpu: Gpu, num_gpus: int, weights_bytes: int) -> Layout:
-    """What engines do unless told otherwise: tensor parallel as far as heads and one node allow, then copies of that,
+    """Without a choice by what serves best: tensor parallel as far as heads and one node allow, then copies of that,
     or stages where one copy does not hold the weights."""
-    if num_gpus < 1:
-        raise UsageError(f"--gpus {num_gpus}: at least one", hint="give a positive number")
     heads = [block.attention.num_heads for block in architecture.blocks]
     sizes = range(1, min(num_gpus, MAX_TENSOR) + 1)
     tensor = max(n for n in sizes if num_gpus % n == 0 and all(h % n == 0 for h in heads))
@@ -90,24 +88,20 @@ def default_layout(architecture: Architecture, gpu: Gpu, num_gpus: int, weights_
 _WEIGHTS_SHARE = 0.8  # of a GPU's memory; the rest is for cache and scratch
 
 
-def resolve_layout(
-    architecture: Architecture, gpu: Gpu, text: str | None, num_gpus: int | None, weights_bytes: int
-) -> Layout:
-    """The layout of `--layout` and `--gpus`: whole copies of it fill the GPUs. UsageError for what cannot be built."""
+def check_gpus(num_gpus: int | None) -> None:
     if num_gpus is not None and num_gpus < 1:
         raise UsageError(f"--gpus {num_gpus}: at least one", hint="give a positive number")
-    if text is None:
-        layout = default_layout(architecture, gpu, num_gpus or 1, weights_bytes)
-    else:
-        layout = parse_layout(text)
-        if num_gpus is not None and num_gpus != layout.num_gpus:
-            if layout.replicas > 1 or num_gpus % layout.gpus_per_replica:
-                raise UsageError(
-                    f"layout {layout.name} takes {layout.num_gpus} GPUs, and --gpus says {num_gpus}",
-                    hint="leave one of them out, or give a multiple",
-                )
-            copies = num_gpus // layout.gpus_per_replica
-            layout = Layout(layout.tensor, layout.pipeline, layout.attention_data, layout.is_expert, copies)
+
+
+def filled(layout: Layout, num_gpus: int | None, architecture: Architecture) -> Layout:
+    """Whole copies of a layout on so many GPUs; None: as it is. UsageError for what cannot be built."""
+    if num_gpus is not None and num_gpus != layout.num_gpus:
+        if layout.replicas > 1 or num_gpus % layout.gpus_per_replica:
+            raise UsageError(
+                f"layout {layout.name} takes {layout.num_gpus} GPUs, and --gpus says {num_gpus}",
+                hint="leave one of them out, or give a multiple",
+            )
+        layout = replace(layout, replicas=num_gpus // layout.gpus_per_replica)
     check_layout(layout, architecture)
     return layout
 
@@ -122,17 +116,35 @@ _COMPARED = re.compile(
 )
 
 
-def parse_choice(text: str, model: Model, like: Choice) -> Choice:
-    """`fp8@h200`, `fp8@8xh200:tp8`, `h200`: what is left out is as in `like`."""
+@dataclass(frozen=True)
+class Wanted:
+    """A configuration as it is asked for. `layout` None: the one that serves best on so many GPUs."""
+
+    gpu: Gpu
+    format: str
+    cache: str
+    num_gpus: int | None
+    layout: Layout | None
+
+
+def compared_gpu(text: str) -> Gpu | None:
+    """The GPU of a configuration that is compared, if a file describes it."""
+    match = _COMPARED.fullmatch(text.strip())
+    return find_gpu(match["gpu"]) if match is not None and match["gpu"].endswith(".toml") else None
+
+
+def parse_wanted(text: str, like: Choice, layout: Layout | None) -> Wanted:
+    """`fp8@h200`, `fp8@8xh200:tp8`, `h200`: what is left out is as in `like`, whose layout was `layout` if it was asked
+    for."""
     match = _COMPARED.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"'{text}' is no configuration", hint="for example fp8@h200 or fp8@8xh200:tp8")
     gpu = find_gpu(match["gpu"])
     fmt = check_format(match["format"].lower()) if match["format"] else like.format
-    if match["gpus"] or match["layout"]:
-        num_gpus = int(match["gpus"]) if match["gpus"] else None
-        size = weights_in(model, fmt).num_bytes
-        layout = resolve_layout(model.architecture, gpu, match["layout"], num_gpus, size)
-    else:
-        layout = like.layout
-    return Choice(gpu, layout, fmt, like.cache)
+    if match["layout"]:
+        layout, num_gpus = parse_layout(match["layout"]), int(match["gpus"]) if match["gpus"] else None
+        return Wanted(gpu, fmt, like.cache, num_gpus, layout)
+    if match["gpus"]:
+        check_gpus(int(match["gpus"]))
+        return Wanted(gpu, fmt, like.cache, int(match["gpus"]), None)
+    return Wanted(gpu, fmt, like.cache, like.layout.num_gpus, layout)

@@ -25,6 +25,15 @@ class Language:
     def text(self, key: str, /, **values: object) -> str:
         return self.texts[key].format(**values)
 
+    def said(self, key: str, values: Mapping[str, str | float]) -> str:
+        """The text with numbers in it: counts in full, others to three digits."""
+        return self.text(key, **{name: self._written(value) for name, value in values.items()})
+
+    def _written(self, value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        return self.count(value) if isinstance(value, int) else self.number(value)
+
     def word(self, name: str) -> str:
         """Of a name that the planner uses, like `weights`; those without a translation stay as they are."""
         return self.texts.get(f"word.{name}", name)

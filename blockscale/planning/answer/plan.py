@@ -1,18 +1,19 @@
 """Joins memory, speed, energy and cost of one configuration into one answer."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockscale.errors import UsageError
 from blockscale.planning.answer.choice import CACHES, Choice, deploy, weights_in
-from blockscale.planning.answer.result import Bound, CurvePoint, Notice, PartRow, PlanResult, Target
+from blockscale.planning.answer.notices import remarks, situation
+from blockscale.planning.answer.result import Bound, CurvePoint, PartRow, PlanResult, Target
 from blockscale.planning.models.model import Model
 from blockscale.planning.money.assumptions import Assumptions, load_assumptions, records_for
 from blockscale.planning.money.bill import Bill, bill
-from blockscale.planning.money.energy import is_rack
 from blockscale.planning.speed.diffusion import ImageRequest, predict_image
 from blockscale.planning.speed.layout import Layout, check_layout
-from blockscale.planning.speed.memory import MemoryPlan, kv_bytes_per_token, plan_memory
+from blockscale.planning.speed.memory import MemoryPlan, kv_bytes_per_sequence, kv_bytes_per_token, plan_memory
 from blockscale.planning.speed.native import format_uses
 from blockscale.planning.speed.predict import (
     MAX_SEQUENCES,
@@ -28,12 +29,16 @@ from blockscale.planning.speed.roofline import Deployment, Step
 
 @dataclass(frozen=True)
 class Targets:
-    """Latencies that must not be exceeded; None: any will do."""
+    """Latencies that must not be exceeded; None: any will do. `are_sure`: nor at the unfavourable end of the 80 %
+    intervals."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    are_sure: bool = False
 
     def __post_init__(self) -> None:
+        if self.are_sure and not self.are_set:
+            raise UsageError("--sure without a target", hint="--ttft-ms or --itl-ms")
         for name, value in (("--ttft-ms", self.ttft_ms), ("--itl-ms", self.itl_ms)):
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} {value}: milliseconds", hint="give a positive number")
@@ -62,7 +67,12 @@ def make_plan(
     memory = plan_memory(d, context)
     fits = has_room(model, memory)
     prediction = predict(d, workload, priors) if memory.fits else None
-    money = Bill() if prediction is None else bill(d, prediction, workload, a)
+    money = Bill() if prediction is None else bill(d, prediction, a)
+    points = () if prediction is None else tuple(curve(d, workload, priors, memory))
+    notices = (
+        *situation(d, choice, prediction, money, a),
+        *remarks(d, prediction, money, a, priors, points[-1].tokens_per_s_per_gpu.value if points else 0.0),
+    )
     request = None if model.architecture.vocabulary else image or ImageRequest()
     drawn = None if request is None or not fits else predict_image(d, request, priors)
     return PlanResult(
@@ -82,6 +92,7 @@ def make_plan(
         formats=format_uses(d),
         memory=memory,
         kv_bytes_per_token=kv_bytes_per_token(model.architecture, choice.cache),
+        kv_bytes_per_sequence=kv_bytes_per_sequence(model.architecture, choice.cache),
         max_sequences=memory.max_sequences * choice.layout.replicas,
         limit=_limit(d, memory, prediction),
         sequences=None if prediction is None else prediction.sequences * choice.layout.replicas,
@@ -90,16 +101,18 @@ def make_plan(
         ttft_ms=None if prediction is None else prediction.ttft_s.scaled(1e3),
         itl_ms=None if prediction is None else prediction.itl_s.scaled(1e3),
         output_tokens_per_s_per_gpu=None if prediction is None else prediction.tokens_per_s_per_gpu,
+        capacity_per_gpu=None if prediction is None else prediction.capacity_per_gpu,
+        enough=None if prediction is None else _enough(choice, prediction),
         bound=None if prediction is None else bounds(prediction.serving.step)[0].name,
         decode_bounds=() if prediction is None else bounds(prediction.serving.step),
         prefill_bounds=() if prediction is None else bounds(prediction.serving.prefill),
-        curve=() if prediction is None else tuple(curve(d, workload, priors, memory)),
+        curve=points,
         targets=_reached(targets or Targets(), prediction),
         bill=money,
         assumptions=records_for(a, (choice.gpu.key,)),
         country=a.country,
         priors=priors.source,
-        notices=tuple(_notices(d, choice, prediction, money, a)),
+        notices=notices,
         image_request=request,
         image=drawn,
         image_bounds=() if drawn is None else bounds(drawn.step),
@@ -162,45 +175,28 @@ def _limit(d: Deployment, memory: MemoryPlan, prediction: Prediction | None) -> 
 def _reached(targets: Targets, prediction: Prediction | None) -> tuple[Target, ...]:
     wanted = (("TTFT", targets.ttft_ms), ("ITL", targets.itl_ms))
     if prediction is None:
-        return tuple(Target(name, limit, False, False) for name, limit in wanted if limit is not None)
+        return tuple(Target(name, limit, False, False, targets.are_sure) for name, limit in wanted if limit is not None)
     found: dict[str, Estimate] = {"TTFT": prediction.ttft_s, "ITL": prediction.itl_s}
-    is_served = prediction.utilization is None or prediction.utilization < 1
+    is_served = not prediction.is_overloaded
     return tuple(
         Target(
             name,
             limit,
             is_served and 1e3 * found[name].value <= limit,
             is_served and 1e3 * found[name].high <= limit,
+            targets.are_sure,
         )
         for name, limit in wanted
         if limit is not None
     )
 
 
-def _notices(
-    d: Deployment, choice: Choice, prediction: Prediction | None, money: Bill, a: Assumptions
-) -> Iterator[Notice]:
-    if not d.architecture.vocabulary:
-        yield Notice("notice.no_tokens", {"model": d.architecture.name})
-    if prediction is not None and money.power is None:
-        yield Notice("notice.no_power", {"gpu": d.gpu.name})
-    elif prediction is not None and money.cost is None:
-        yield Notice(f"notice.no_price_{a.acquisition}", {"gpu": d.gpu.name, "key": d.gpu.key})
-    if is_rack(d.gpu) and d.layout.num_gpus % d.gpu.system_gpus and money.power is not None:
-        values = {"unit": d.gpu.system_name, "gpus": str(d.gpu.system_gpus), "used": str(d.layout.num_gpus)}
-        yield Notice("notice.sold_whole", values)
-    if money.why_no_racks:
-        yield Notice("notice.no_racks", {"why": money.why_no_racks})
-    gpu, joined = d.gpu, choice.layout.gpus_per_replica
-    if a.gpu_power_limit_watts is not None:
-        yield Notice("notice.power_limit", {"watts": f"{a.gpu_power_limit_watts:g}"})
-    if gpu.is_roadmap:
-        yield Notice("notice.roadmap", {"gpu": gpu.name, "status": gpu.status})
-    elif gpu.confidence.startswith("low"):
-        yield Notice("notice.unconfirmed", {"gpu": gpu.name, "notes": gpu.notes})
-    if joined > gpu.link_domain:
-        values = {"layout": choice.layout.name, "gpu": gpu.name, "joined": str(joined), "reach": str(gpu.link_domain)}
-        yield Notice("notice.beyond_link" if gpu.link_domain > 1 else "notice.no_link", values)
+def _enough(choice: Choice, prediction: Prediction) -> Choice | None:
+    """With as many replicas as serve a rate that these cannot."""
+    if prediction.utilization is None or not prediction.is_overloaded:
+        return None
+    replicas = math.floor(prediction.utilization * choice.layout.replicas) + 1
+    return replace(choice, layout=replace(choice.layout, replicas=replicas))
 
 
 def nearest_that_fit(model: Model, choice: Choice, context: int) -> Iterator[Choice]:

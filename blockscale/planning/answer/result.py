@@ -9,6 +9,7 @@ from blockscale.planning.answer.choice import Choice
 from blockscale.planning.answer.language import language
 from blockscale.planning.money.assumptions import Record
 from blockscale.planning.money.bill import Bill
+from blockscale.planning.money.energy import BOUNDARIES
 from blockscale.planning.speed.diffusion import ImagePrediction, ImageRequest
 from blockscale.planning.speed.memory import MemoryPlan
 from blockscale.planning.speed.native import FormatUse
@@ -46,10 +47,11 @@ class PartRow:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to know; `key` of the language files, with what is filled in."""
+    """Something to know; `key` of the language files, with what is filled in: numbers are written as each language has
+    them."""
 
     key: str
-    values: Mapping[str, str]
+    values: Mapping[str, str | float]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Target:
     limit_ms: float
     is_met: bool
     is_sure: bool
+    must_be_sure: bool = False
+
+    @property
+    def is_reached(self) -> bool:
+        return self.is_sure if self.must_be_sure else self.is_met
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,8 @@ class Found:
     ttft_ms: Estimate
     tokens_per_s: Estimate
     is_sure: bool
-    cost_per_million_tokens: float | None = None
-    joules_per_output_token: float | None = None
+    cost_per_million_tokens: Estimate | None = None
+    joules_per_output_token: Estimate | None = None
     is_best: bool = False
 
     @property
@@ -87,27 +94,32 @@ class Found:
 
     def figure(self, objective: str) -> float | None:
         """Of an objective; None where it is not known."""
-        return {
-            "cost": self.cost_per_million_tokens,
-            "energy": self.joules_per_output_token,
-            "gpus": float(self.num_gpus),
-        }[objective]
+        if objective == "gpus":
+            return float(self.num_gpus)
+        known = {"cost": self.cost_per_million_tokens, "energy": self.joules_per_output_token}[objective]
+        return None if known is None else known.value
 
 
-_PROPORTION = 4
+_PROPORTION = 4  # times the best: nobody pays more for a quicker token
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """`found`: best first. `tried`: configurations that were looked at.
 
-    nearest_miss  where nothing meets the targets, the one that comes closest, and by what factor it misses
+    nearest_miss  where no single request meets the targets, the one that comes closest, and by what factor it misses
+    enough        where the GPUs that were asked for are too few, the fewest that are enough
+    unranked      GPUs that meet the targets, and of which no price (or power) is known
+    is_met_once   whether any meets the targets with one request in flight
     """
 
     found: tuple[Found, ...]
     tried: int
     objective: str
     nearest_miss: tuple[Choice, float] | None
+    enough: Found | None = None
+    unranked: tuple[str, ...] = ()
+    is_met_once: bool = True
 
     def shown(self, most: int = 12) -> tuple[Found, ...]:
         """The best ones, and beyond them those that are quicker and not out of all proportion."""
@@ -125,11 +137,14 @@ class PlanResult:
 
     missing_bytes          that each GPU lacks for one sequence; 0 where it fits
     nearest                configurations close to this one that do fit, closest first
-    kv_bytes_per_token     over all layers and GPUs of a replica
+    kv_bytes_per_token     that one more token adds, over all layers and GPUs of a replica, once windows are full
+    kv_bytes_per_sequence  of windows and recurrent states, whatever the length
     max_sequences          of the workload's length that are admitted, over all replicas
     limit                  what holds the number of sequences: memory, engine, or requests
     waiting                requests in flight that are not admitted
-    utilization            of what could be served at a rate; above 1 the queue grows without end
+    utilization            of what could be served at a rate; from 1 on the queue grows without end
+    enough                 at a rate that is too high, the same with as many replicas as can serve it
+    capacity_per_gpu       at a rate, output tokens a second that could be made at most
     bound                  what a token's time goes to first
     bill                   power, energy, racks and cost, where they are known
     priors                 what the predictions are fitted to
@@ -154,6 +169,7 @@ class PlanResult:
     formats: tuple[FormatUse, ...]
     memory: MemoryPlan
     kv_bytes_per_token: float
+    kv_bytes_per_sequence: float
     max_sequences: int
     limit: str
     sequences: float | None
@@ -162,6 +178,8 @@ class PlanResult:
     ttft_ms: Estimate | None
     itl_ms: Estimate | None
     output_tokens_per_s_per_gpu: Estimate | None
+    capacity_per_gpu: Estimate | None
+    enough: Choice | None
     bound: str | None
     decode_bounds: tuple[Bound, ...]
     prefill_bounds: tuple[Bound, ...]
@@ -197,6 +215,16 @@ class PlanResult:
         return None if each is None else each.scaled(self.num_gpus)
 
     @property
+    def capacity_per_s(self) -> Estimate | None:
+        """Output tokens of all GPUs together, at a rate."""
+        return None if self.capacity_per_gpu is None else self.capacity_per_gpu.scaled(self.num_gpus)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the rate is more than can be served."""
+        return self.utilization is not None and self.utilization >= 1
+
+    @property
     def wall_watts(self) -> Estimate | None:
         """Of all GPUs, with their share of the servers."""
         return None if self.bill.power is None else self.bill.power.wall_watts
@@ -213,14 +241,17 @@ class PlanResult:
 
     @property
     def meets_targets(self) -> bool:
-        return self.fits and all(target.is_met for target in self.targets)
+        return self.fits and all(target.is_reached for target in self.targets)
 
     def check_targets(self) -> None:
-        """CheckFailed if a target that was asked for is not met."""
-        missed = [target for target in self.targets if not target.is_met]
+        """CheckFailed if a target that was asked for is not met, or not surely where that was asked for."""
+        missed = [target for target in self.targets if not target.is_reached]
         if missed:
             limits = ", ".join(f"{target.name} {target.limit_ms:g} ms" for target in missed)
-            raise CheckFailed(f"not met: {limits}", hint="leave --layout or --gpu out, and what meets it is searched")
+            how = " surely" if all(target.is_met for target in missed) else ""
+            raise CheckFailed(
+                f"not{how} met: {limits}", hint="leave --layout or --gpu out, and what meets it is searched"
+            )
 
     @property
     def images_per_hour(self) -> Estimate | None:
@@ -270,11 +301,14 @@ class PlanResult:
                 "sequence_bytes": self.memory.sequence_bytes,
             },
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_sequence": self.kv_bytes_per_sequence,
             "max_sequences": self.max_sequences,
             "sequences": self.sequences,
             "limit": self.limit,
             "waiting": self.waiting,
             "utilization": self.utilization,
+            "capacity_tokens_per_s": _plain(self.capacity_per_s),
+            "enough": None if self.enough is None else _choice(self.enough),
             "ttft_ms": _plain(self.ttft_ms),
             "itl_ms": _plain(self.itl_ms),
             "output_tokens_per_s_per_gpu": _plain(self.output_tokens_per_s_per_gpu),
@@ -282,10 +316,11 @@ class PlanResult:
             "wall_watts": _plain(self.wall_watts),
             "joules_per_output_token": _plain(self.joules_per_output_token),
             "power": _plain(self.bill.power),
+            "boundaries": dict(BOUNDARIES),
             "racks": _plain(self.bill.racks),
             "cost": None
             if self.bill.cost is None
-            else {**_plain(self.bill.cost), "per_month": self.bill.cost.per_month},
+            else {**_plain(self.bill.cost), "per_month": _plain(self.bill.cost.per_month)},
             "bound": self.bound,
             "bounds": {
                 "decode": [_plain(bound) for bound in self.decode_bounds],
@@ -298,7 +333,7 @@ class PlanResult:
             "priors": self.priors,
             "country": self.country,
             "assumptions": [_plain(record) for record in self.assumptions],
-            "notices": [english.text(notice.key, **notice.values) for notice in self.notices],
+            "notices": [english.said(notice.key, notice.values) for notice in self.notices],
             **({} if self.search is None else {"search": _search(self.search)}),
             **({} if not self.compared else {"compared": [other.to_dict() for other in self.compared]}),
         }
@@ -308,6 +343,7 @@ def _search(search: SearchResult) -> dict[str, Any]:
     return {
         "objective": search.objective,
         "tried": search.tried,
+        "unranked": list(search.unranked),
         "found": [
             {**_choice(found.choice), **{name: _plain(getattr(found, name)) for name in _FOUND}}
             for found in search.found

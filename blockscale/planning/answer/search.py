@@ -20,19 +20,22 @@ from blockscale.planning.speed.predict import MAX_SEQUENCES, Prediction, Priors,
 from blockscale.planning.speed.roofline import Deployment
 
 OBJECTIVES = ("cost", "energy", "gpus")
-MAX_GPUS_PER_REPLICA = 32
-MAX_REPLICAS = 4096
+MAX_GPUS_PER_REPLICA = 32  # beyond it none of the published measurements lies
+MAX_REPLICAS = 4096  # where a rate cannot be served by any number
 LAYOUTS_KEPT = 3  # of each GPU and format
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen; empty: anything. `num_gpus`: exactly so many."""
+    """What may be chosen; empty: anything. `num_gpus`: exactly so many.
+
+    cache    None: fp8 where the GPU multiplies it, else bf16
+    """
 
     gpus: tuple[Gpu, ...] = ()
     num_gpus: int | None = None
     formats: tuple[str, ...] = ()
-    cache: str = "fp8"
+    cache: str | None = None
     layouts: tuple[Layout, ...] = ()
 
 
@@ -40,8 +43,8 @@ def candidates(model: Model, space: Space) -> Iterator[Choice]:
     """One replica of every configuration, in the catalogue's order. GPUs that cannot be bought yet only if named."""
     for gpu in space.gpus or buyable():
         for fmt in space.formats or _formats(model, gpu):
-            for layout in space.layouts or _layouts(model.architecture, gpu):
-                choice = Choice(gpu, layout, fmt, space.cache)
+            for layout in space.layouts or replica_layouts(model.architecture, gpu):
+                choice = Choice(gpu, layout, fmt, space.cache or ("fp8" if is_native(gpu, "fp8") else "bf16"))
                 try:
                     check_layout(layout, model.architecture)
                 except UsageError:
@@ -57,7 +60,7 @@ def _formats(model: Model, gpu: Gpu) -> tuple[str, ...]:
     return tuple(dict.fromkeys(wanted))
 
 
-def _layouts(architecture: Architecture, gpu: Gpu) -> Iterator[Layout]:
+def replica_layouts(architecture: Architecture, gpu: Gpu) -> Iterator[Layout]:
     """Within the reach of the fast link; stages only beyond it."""
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n <= MAX_GPUS_PER_REPLICA]
     has_experts = any(block.is_moe for block in architecture.blocks)
@@ -84,7 +87,8 @@ def search(
     objective: str = "cost",
 ) -> SearchResult:
     """Deterministic. Each configuration gets the largest batch that meets the targets, and then as many replicas as the
-    workload's rate or concurrency needs (one where neither is given)."""
+    workload's rate or concurrency needs (one where neither is given). Where the GPUs that are asked for are too few, it
+    counts upward."""
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective '{objective}'", hint="cost, energy or gpus")
     if not model.architecture.vocabulary:
@@ -105,17 +109,26 @@ def search(
             continue
         speed = predict(d, replace(workload, concurrency=batch, rate=None), priors).tokens_per_s_per_gpu.value
         able.setdefault((choice.gpu.key, choice.format), []).append((speed, choice, batch))
-    found: list[Found] = []
-    for layouts in able.values():  # of each GPU and format, the layouts that serve most
-        layouts.sort(key=lambda item: -item[0])
-        for speed, choice, batch in layouts[:LAYOUTS_KEPT]:
-            d = deploy(model, choice)
-            one = _with_replicas(d, choice, workload, targets, batch, speed, priors_for(d), space, assumptions)
-            if one is not None:
-                found.append(one)
-    ranked = sorted(found, key=lambda f: _rank(f, objective))
+
+    def sized(num_gpus: int | None) -> list[Found]:
+        found = []
+        for layouts in able.values():  # of each GPU and format, the layouts that serve most
+            even = [item for item in layouts if num_gpus is None or num_gpus % item[1].layout.num_gpus == 0]
+            for speed, choice, batch in sorted(even, key=lambda item: -item[0])[:LAYOUTS_KEPT]:
+                d = deploy(model, choice)
+                one = _with_replicas(d, choice, workload, targets, batch, speed, priors_for(d), num_gpus, assumptions)
+                if one is not None:
+                    found.append(one)
+        return found
+
+    found = sized(space.num_gpus)
+    more = sized(None) if space.num_gpus is not None and able and not found else []
+    enough = min(more, key=lambda f: (f.num_gpus, f.itl_ms.value, f.choice.name), default=None)
+    known = [f for f in found if f.figure(objective) is not None]
+    unranked = tuple(dict.fromkeys(f.choice.gpu.name for f in found if known and f.figure(objective) is None))
+    ranked = sorted(known or found, key=lambda f: _rank(f, objective))
     marked = tuple(replace(f, is_best=_is_undominated(f, ranked, objective)) for f in ranked)
-    return SearchResult(marked, tried, objective, None if found else miss)
+    return SearchResult(marked, tried, objective, None if able else miss, enough, unranked, bool(able))
 
 
 def _largest_batch(
@@ -128,7 +141,7 @@ def _largest_batch(
     most = min(memory.max_sequences, MAX_SEQUENCES * d.layout.attention_data)
 
     def excess(sequences: int) -> float:
-        return _excess(predict(d, replace(workload, concurrency=sequences, rate=None), priors), targets)
+        return excess_over(targets, predict(d, replace(workload, concurrency=sequences, rate=None), priors))
 
     if excess(1) > 1:
         return None, excess(1)
@@ -139,9 +152,13 @@ def _largest_batch(
     return low, None
 
 
-def _excess(p: Prediction, targets: Targets, *, is_high: bool = False) -> float:
-    """By what factor the worse of the latencies exceeds its target; 1 or less meets both."""
+def excess_over(targets: Targets, p: Prediction, *, is_high: bool = False) -> float:
+    """By what factor the worse of the latencies exceeds its target; 1 or less meets both.
+
+    is_high  at the unfavourable end, as for sure targets always
+    """
     pairs = ((p.ttft_s, targets.ttft_ms), (p.itl_s, targets.itl_ms))
+    is_high = is_high or targets.are_sure
     return max(
         (
             1e3 * (estimate.high if is_high else estimate.value) / limit
@@ -160,10 +177,11 @@ def _with_replicas(
     batch: int,
     speed: float,
     priors: Priors,
-    space: Space,
+    num_gpus: int | None,
     assumptions: Assumptions,
 ) -> Found | None:
-    """As many replicas as the workload needs; `speed`: tokens a second and GPU, from which the count starts."""
+    """On so many GPUs, or with as many replicas as the workload needs; `speed`: tokens a second and GPU, from which the
+    count starts."""
     own = choice.layout
 
     def at(replicas: int) -> tuple[Deployment, Prediction]:
@@ -175,15 +193,13 @@ def _with_replicas(
 
     def is_enough(replicas: int) -> bool:
         _, p = at(replicas)
-        is_served = p.waiting < 1 if p.utilization is None else p.utilization < 1  # at a rate, the wait is in TTFT
-        return is_served and _excess(p, targets) <= 1
+        is_served = p.waiting < 1 if p.utilization is None else not p.is_overloaded  # at a rate, the wait is in TTFT
+        return is_served and excess_over(targets, p) <= 1
 
-    if space.num_gpus is not None:
-        if space.num_gpus % own.num_gpus or not is_enough(space.num_gpus // own.num_gpus):
+    if num_gpus is not None:
+        if num_gpus % own.num_gpus or not is_enough(num_gpus // own.num_gpus):
             return None
-        replicas = space.num_gpus // own.num_gpus
-    elif space.layouts and own.replicas > 1:
-        replicas = own.replicas
+        replicas = num_gpus // own.num_gpus
     elif workload.rate is None and workload.concurrency is None:
         replicas = 1
     else:
@@ -195,17 +211,16 @@ def _with_replicas(
         while replicas > 1 and is_enough(replicas - 1):
             replicas -= 1
     wider, p = at(replicas)
-    asked = workload if workload.rate is not None else replace(workload, concurrency=workload.concurrency or batch)
-    money = bill(wider, p, asked, assumptions)
+    money = bill(wider, p, assumptions)
     return Found(
         replace(choice, layout=wider.layout),
         p.sequences,
         p.itl_s.scaled(1e3),
         p.ttft_s.scaled(1e3),
         p.tokens_per_s_per_gpu.scaled(wider.layout.num_gpus),
-        _excess(p, targets, is_high=True) <= 1,
-        None if money.cost is None else money.cost.per_million_tokens.value,
-        None if money.joules_per_output_token is None else money.joules_per_output_token.value,
+        excess_over(targets, p, is_high=True) <= 1,
+        None if money.cost is None else money.cost.per_million_tokens,
+        money.joules_per_output_token,
     )
 
 

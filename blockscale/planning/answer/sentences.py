@@ -30,6 +30,14 @@ def subtitle(result: PlanResult, words: Language) -> str:
     return f"{said}, {load(result, words)}"
 
 
+def utilization(result: PlanResult, words: Language) -> str:
+    """What a rate is of all that can be served; empty without a rate."""
+    if result.utilization is None:
+        return ""
+    key = "figure.load.over" if result.is_overloaded else "figure.load.share"
+    return words.text(key, share=words.percentage(result.utilization))
+
+
 def load(result: PlanResult, words: Language) -> str:
     workload = result.workload
     if workload.rate is not None:
@@ -65,9 +73,12 @@ def answer(result: PlanResult, words: Language) -> list[str]:
         return [*said, _image(result, words)]
     if result.itl_ms is None:
         return said
-    if result.utilization is not None and result.utilization >= 1:
+    if result.utilization is not None and result.is_overloaded:
         share = words.percentage(result.utilization)
         said.append(words.text("answer.overload", workload=load(result, words), utilization=share))
+        if result.enough is not None:
+            wider = result.enough.layout
+            said.append(words.text("answer.enough", gpus=words.count(wider.num_gpus), layout=wider.name))
     else:
         said.append(_speed(result, words))
     if result.wall_watts is not None:
@@ -85,16 +96,24 @@ def _speed(result: PlanResult, words: Language) -> str:
     assert result.itl_ms is not None
     assert result.output_tokens_per_s_per_gpu is not None
     speed = result.itl_ms.inverse().scaled(1e3)
-    each = result.output_tokens_per_s_per_gpu
+    values = {
+        "workload": load(result, words),
+        "ttft": f"{words.number(result.ttft_ms.value / 1e3, 2)} s",
+        "ttft_range": f"{words.range(result.ttft_ms, 2, 1e-3)} s",
+        "speed": words.number(speed.value, 2),
+        "speed_range": words.range(speed, 2),
+    }
+    capacity = result.capacity_per_s
+    if capacity is None or result.utilization is None:
+        each = result.output_tokens_per_s_per_gpu
+        throughput = {"throughput": words.number(each.value, 2), "throughput_range": words.range(each, 2)}
+        return words.text("answer.speed", **values, **throughput)
     return words.text(
-        "answer.speed",
-        workload=load(result, words),
-        ttft=f"{words.number(result.ttft_ms.value / 1e3, 2)} s",
-        ttft_range=f"{words.range(result.ttft_ms, 2, 1e-3)} s",
-        speed=words.number(speed.value, 2),
-        speed_range=words.range(speed, 2),
-        throughput=words.number(each.value, 2),
-        throughput_range=words.range(each, 2),
+        "answer.speed_rate",
+        **values,
+        share=words.percentage(result.utilization),
+        capacity=words.number(capacity.value, 2),
+        capacity_range=words.range(capacity, 2),
     )
 
 
@@ -114,14 +133,14 @@ def _image(result: PlanResult, words: Language) -> str:
 def _power(result: PlanResult, words: Language) -> str:
     bill, watts, joules = result.bill, result.wall_watts, result.joules_per_output_token
     assert watts is not None
-    assert joules is not None
     values: dict[str, str] = {
         "watts": words.watts(watts.value),
         "watts_range": words.text("range", low=words.watts(watts.low), high=words.watts(watts.high)),
-        "joules": words.number(joules.value, 2),
-        "joules_range": words.range(joules, 2),
     }
-    key = "answer.power_alone"
+    key = "answer.power_watts"
+    if joules is not None:
+        values |= {"joules": words.number(joules.value, 2), "joules_range": words.range(joules, 2)}
+        key = "answer.power_alone"
     if bill.cost is not None:
         money = bill.cost.per_million_tokens
         key = "answer.power_rent" if bill.cost.purchase is None else "answer.power"
@@ -180,4 +199,4 @@ _BANNERS = ("notice.roadmap",)
 
 def _said(result: PlanResult, words: Language, *, is_banner: bool) -> list[str]:
     found = [n for one in (result, *result.compared) for n in one.notices if (n.key in _BANNERS) is is_banner]
-    return list(dict.fromkeys(words.text(n.key, **n.values) for n in found))
+    return list(dict.fromkeys(words.said(n.key, n.values) for n in found))

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockscale.errors import UsageError
+from blockscale.planning.calibration.identity import check_format, check_model
 from blockscale.planning.calibration.measurements import Measurement, read_measurements
 from blockscale.planning.hardware.catalogue import Gpu, find_gpu
 from blockscale.planning.models.architecture import LINEAR_PARTS, Architecture
 from blockscale.planning.speed.layout import Layout, check_layout
 from blockscale.planning.speed.memory import plan_memory
-from blockscale.planning.speed.predict import Priors, Spread, calibrated_spread, default_priors
+from blockscale.planning.speed.predict import Priors, Reach, Spread, calibrated_spread, default_priors
 from blockscale.planning.speed.roofline import Deployment, Efficiency, serve
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Calibration:
     shape          of the model: a calibration does not carry over to another one
     error_before   mean of |predicted / measured - 1| of ITL (TTFT where no run has ITL) with the package's priors
     error_after    the same, each run predicted from the others
+    layouts        of a replica, that were measured
+    reach          what the runs spanned; None: not known
     """
 
     gpu: str
@@ -65,10 +68,20 @@ class Calibration:
     error_after: float
     date: str
     notices: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    reach: Reach | None = None
 
     @property
     def priors(self) -> Priors:
-        return Priors(self.efficiency, self.spread, f"calibrated on {self.num_runs} runs of {self.name}, {self.date}")
+        source = f"calibrated on {self.num_runs} runs of {self.name}, {self.date}"
+        return Priors(self.efficiency, self.spread, source, self.reach, default_priors().spread)
+
+    def priors_for(self, layout: Layout) -> Priors:
+        """In a layout that was not measured, the interval is that of predictions without a calibration."""
+        return self.priors if self.holds(layout) else replace(self.priors, spread=default_priors().spread)
+
+    def holds(self, layout: Layout) -> bool:
+        return not self.layouts or replica_of(layout).name in self.layouts
 
     @property
     def name(self) -> str:
@@ -101,7 +114,8 @@ def calibrate(
     deployment       what was measured; a layout that a file names goes before its own
     engine, version  what is asked for: UsageError where the files are of another
 
-    UsageError for a run on another GPU, for engines or versions mixed, and for fewer figures than there are parameters.
+    UsageError for a run on another GPU, of another model or in another format or layout, where it says so; for engines
+    or versions mixed, and for fewer figures than there are parameters.
     """
     measured = [m for file in files for m in read_measurements(Path(file))]
     own_engine = _one({m.engine for m in measured}, engine, "engine")
@@ -112,7 +126,10 @@ def calibrate(
                 f"{m.where}: measured on {m.gpu}, and the plan is for {deployment.gpu.name}",
                 hint="calibrate each GPU with its own runs",
             )
+        check_model(m.model, m.where, deployment.architecture)
+        check_format(m.format, m.where, main_format(deployment))
     runs = [Run(_deployed(deployment, m.layout), m) for m in measured]
+    _check_layouts(deployment.layout, [run.deployment.layout for run in runs])
     found = fit_runs(runs, base)
     notices = []
     if own_version is None:
@@ -136,7 +153,29 @@ def calibrate(
         found.error_after,
         date.today().isoformat(),
         tuple(notices),
+        tuple(dict.fromkeys(replica_of(run.deployment.layout).name for run in runs)),
+        _reach(runs),
     )
+
+
+def replica_of(layout: Layout) -> Layout:
+    """One copy of it."""
+    return replace(layout, replicas=1)
+
+
+def _check_layouts(planned: Layout, measured: Sequence[Layout]) -> None:
+    """Efficiencies of one layout help to predict another; those of others alone do not."""
+    if replica_of(planned) not in [replica_of(layout) for layout in measured]:
+        names = ", ".join(dict.fromkeys(replica_of(layout).name for layout in measured))
+        raise UsageError(
+            f"the runs were measured as {names}, and the plan is for {replica_of(planned).name}",
+            hint=f"--layout {replica_of(measured[0]).name}, or runs of {replica_of(planned).name} among the others",
+        )
+
+
+def _reach(runs: Sequence[Run]) -> Reach:
+    spanned = zip(*(_point(run)[1:4] for run in runs), strict=True)
+    return Reach(*((min(each), max(each)) for each in spanned))
 
 
 def _one(found: set[str], asked: str | None, what: str) -> str | None:

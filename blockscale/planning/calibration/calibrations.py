@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from blockscale.planning.calibration.calibrate import Calibration, calibrate, main_format
+from blockscale.planning.calibration.calibrate import Calibration, calibrate, main_format, replica_of
+from blockscale.planning.calibration.measurements import read_measurements
 from blockscale.planning.calibration.store import load_calibration, save_calibration
-from blockscale.planning.speed.predict import Priors, default_priors
+from blockscale.planning.speed.layout import Layout
+from blockscale.planning.speed.predict import Priors, Workload, default_priors
 from blockscale.planning.speed.roofline import Deployment
 
 Key = tuple[str, str]
@@ -29,10 +31,10 @@ class Calibrations:
 
     def priors_for(self, d: Deployment) -> Priors:
         found = self._for(d)
-        return default_priors() if found is None else found.priors
+        return default_priors() if found is None else found.priors_for(d.layout)
 
-    def notices_for(self, d: Deployment) -> tuple[str, ...]:
-        """What a reader of calibrated predictions should know."""
+    def notices_for(self, d: Deployment, sequences: float | None, workload: Workload) -> tuple[str, ...]:
+        """What a reader of calibrated predictions should know. `sequences`: that a replica decodes together."""
         found = self._for(d)
         if found is None:
             if self._file is None:
@@ -43,13 +45,28 @@ class Calibrations:
             f"calibrated on {found.num_runs} runs of {found.name} ({found.date}): mean error of these runs "
             f"{found.error_before:.0%} before, {found.error_after:.0%} after, each predicted from the others"
         )
-        return (error, *found.notices)
+        said = [error, *found.notices]
+        if not found.holds(d.layout):
+            said.append(
+                f"the calibration has seen {', '.join(found.layouts)}, and not {replica_of(d.layout).name}: intervals are "
+                "as without one"
+            )
+        beyond = "" if sequences is None or found.reach is None else found.reach.beyond(sequences, workload)
+        if beyond:
+            said.append(f"far outside what the calibration has seen ({beyond}): intervals are as without one")
+        return tuple(said)
 
     def _for(self, d: Deployment) -> Calibration | None:
         key = _key(d)
         if key not in self._known:
             self._known[key] = load_calibration(d, self._engine, self._version, self._file)
         return self._known[key]
+
+
+def measured_layout(files: Sequence[str | Path]) -> Layout | None:
+    """Of a replica, as the first run that says it has it."""
+    layouts = (m.layout for file in files for m in read_measurements(Path(file)) if m.layout is not None)
+    return next(map(replica_of, layouts), None)
 
 
 def _key(d: Deployment) -> Key:

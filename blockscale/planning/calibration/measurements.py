@@ -1,13 +1,14 @@
 """Benchmark runs as engines write them, read into one form.
 
 vLLM          `vllm bench serve --save-result` (JSON; read in vllm/benchmarks/serve.py at 009e6d4). It names neither
-              its version nor the GPU: `--metadata engine_version=0.19.0 gpu=b200 layout=tp4` puts them in
+              its version nor the GPU: `--metadata engine_version=0.19.0 gpu=b200 layout=tp4 format=nvfp4` puts
+              them in
 SGLang        `python -m sglang.bench_serving --output-file` (JSON lines; sglang/benchmark/serving.py of 0.5.23)
 TensorRT-LLM  `trtllm-bench throughput|latency --streaming --report_json` (JSON; bench/dataclasses/reporting.py at
               0249976)
 blockscale    `blockscale bench engine --json`: a list of rows, or an object whose `rows` they are and whose other
-              fields hold for each: engine, engine_version, gpu, model, layout, input_tokens, output_tokens,
-              concurrency, ttft_ms, itl_ms
+              fields hold for each: engine, engine_version, gpu, model, format, layout, input_tokens,
+              output_tokens, concurrency, ttft_ms, itl_ms
 """
 
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blockscale.errors import UsageError
+from blockscale.planning.calibration.identity import format_in
 from blockscale.planning.speed.layout import Layout, parse_layout
 
 _MAX_BYTES = 500_000_000  # --save-detailed keeps the time of every token
@@ -31,6 +33,7 @@ class Measurement:
     itl_s       time per output token after the first
     gpu         in the file's own words
     where       file and entry, for messages
+    format      of the weights, as the file or the model's name says it
     """
 
     engine: str
@@ -44,6 +47,7 @@ class Measurement:
     itl_s: float | None
     ttft_s: float | None
     where: str
+    format: str | None = None
 
     @property
     def num_figures(self) -> int:
@@ -125,6 +129,7 @@ def _vllm(entry: Mapping[str, Any], where: str) -> Measurement:
     return _measurement(
         where,
         engine="vllm",
+        formats=entry.get("format") or entry.get("quantization"),
         version=_text(entry.get("engine_version") or entry.get("version")),
         gpu=_text(entry.get("gpu")),
         model=_text(entry.get("model_id")),
@@ -142,6 +147,7 @@ def _sglang(entry: Mapping[str, Any], where: str) -> Measurement:
     return _measurement(
         where,
         engine="sglang",
+        formats=server.get("quantization"),
         version=_text(server.get("version")),
         gpu=_text(entry.get("gpu")),
         model=_text(server.get("model_path")),
@@ -187,6 +193,7 @@ def _tensorrt_llm(entry: Mapping[str, Any], where: str) -> Measurement:
     return _measurement(
         where,
         engine="tensorrt-llm",
+        formats=engine.get("quantization"),
         version=_text(engine.get("version")),
         gpu=_text(machine.get("name")),
         model=_text(engine.get("model")),
@@ -206,6 +213,7 @@ def _blockscale(entry: Mapping[str, Any], where: str) -> Measurement:
     return _measurement(
         where,
         engine=str(entry.get("engine") or "blockscale"),
+        formats=entry.get("format"),
         version=_text(entry.get("engine_version") or entry.get("version")),
         gpu=_text(entry.get("gpu")),
         model=_text(entry.get("model")),
@@ -233,6 +241,7 @@ def _measurement(
     sequences: float,
     itl_ms: Any,
     ttft_ms: Any,
+    formats: Any = None,
 ) -> Measurement:
     completed = float(requests["completed"])
     itl_s, ttft_s = (
@@ -252,7 +261,14 @@ def _measurement(
         itl_s,
         ttft_s,
         where,
+        _format(formats, model),
     )
+
+
+def _format(said: Any, model: str | None) -> str | None:
+    """What a field says goes before the model's name."""
+    found = format_in(said) if isinstance(said, str) else None
+    return found or (None if model is None else format_in(model))
 
 
 def _in_flight(entry: Mapping[str, Any], counted: Any) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from blockscale.errors import OutputError, UsageError
 from blockscale.planning.calibration.calibrate import Calibration, main_format, shape_of
-from blockscale.planning.speed.predict import Spread
+from blockscale.planning.speed.predict import Reach, Spread
 from blockscale.planning.speed.roofline import Deployment, Efficiency
 
 
@@ -74,8 +74,11 @@ def _calibration(entry: dict[str, Any]) -> Calibration:
     numbers = (*asdict(spread).values(), *asdict(efficiency).values(), entry["error_before"], entry["error_after"])
     if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
         raise ValueError("an efficiency is no positive number")
-    notices = tuple(map(str, entry["notices"]))
-    return Calibration(**{**entry, "notices": notices, "spread": spread, "efficiency": efficiency})
+    notices, layouts = tuple(map(str, entry["notices"])), tuple(map(str, entry.get("layouts", ())))
+    own = {"notices": notices, "layouts": layouts, "spread": spread, "efficiency": efficiency}
+    if entry.get("reach") is not None:
+        own["reach"] = Reach(**{name: (float(low), float(high)) for name, (low, high) in entry["reach"].items()})
+    return Calibration(**{**entry, **own})
 
 
 def _key(c: Calibration) -> tuple[str, str, str | None, str, str]:

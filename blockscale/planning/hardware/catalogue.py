@@ -198,6 +198,9 @@ def _gpu(key: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Gp
             raise UsageError(
                 f"{where}: {name} of {key} is no positive number", hint="positive, and low <= value <= high"
             )
+    for name, (figures, least, most, unit) in _sizes(gpu).items():
+        if not all(least <= figure.low <= figure.high <= most for figure in figures):
+            raise UsageError(f"{where}: {name} of {key} is far from any GPU's", hint=f"{name}: {unit}")
     if min(gpu.link_domain, gpu.system_gpus) < 1 or not 0 <= gpu.link_bytes_per_s < math.inf:
         raise UsageError(f"{where}: {key} is joined to less than itself", hint="link.domain and system.gpus from 1 on")
     return gpu
@@ -222,6 +225,21 @@ def _ranges(gpu: Gpu) -> dict[str, tuple[Figure, ...]]:
     if gpu.all_in_kw is not None:
         found["all_in_kw"] = (_figure(gpu.all_in_kw),)
     return found
+
+
+def _sizes(gpu: Gpu) -> dict[str, tuple[tuple[Figure, ...], float, float, str]]:
+    """What lies outside was given in another unit, by the field's name: figures, least, most, the unit."""
+    ranges = _ranges(gpu)
+    link = _only(gpu.link_bytes_per_s * 2 / 1e9)
+    return {
+        "memory_bytes": (ranges["memory_bytes"], 1e9, 1e13, "bytes: 96 GB are 96_000_000_000"),
+        "bandwidth_tb_per_s": (ranges["bandwidth_tb_per_s"], 1e10, 1e15, "TB/s: 1792 GB/s are 1.792"),
+        "peak_tflops": (ranges["peak_tflops"], 1e11, 1e18, "TFLOP/s: 4 PFLOP/s are 4000"),
+        "tdp_watts": (ranges["tdp_watts"], 5, 20_000, "watts of one board"),
+        "system.kw": (ranges["system.kw"], 0.01, 5_000, "kilowatts of the system: 10 200 W are 10.2"),
+        "all_in_kw": (ranges.get("all_in_kw", ()), 0.01, 50, "kilowatts a GPU"),
+        "link.gb_per_s": ((link,), 0, 100_000, "GB/s of a GPU, both directions together"),
+    }
 
 
 def _figure(value: Any, unit: float = 1.0) -> Figure:

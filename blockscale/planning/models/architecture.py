@@ -137,22 +137,15 @@ class Architecture:
                     total += m.num_parameters * block.count // block.streams
         return total
 
-    def cache_elements_per_token(self, context: int | None = None) -> int:
-        """KV elements that a token adds; with `context`, what a sequence of that length holds, per token."""
-        if context is None:
-            return sum(b.count * b.attention.cache_elements for b in self.blocks)
-        return self.cache_elements(context) // max(context, 1)
+    def cache_elements_per_token(self) -> int:
+        """KV elements that one more token adds once windows are full."""
+        return sum(b.count * b.attention.cache_elements for b in self.blocks if not b.attention.window)
 
     def cache_elements(self, context: int) -> int:
         """KV elements of one sequence of `context` tokens."""
         return sum(
             b.count * b.attention.cache_elements * min(context, b.attention.window or context) for b in self.blocks
         )
-
-    @property
-    def state_bytes(self) -> int:
-        """Of recurrent layers, per sequence."""
-        return sum(b.count * b.attention.state_bytes for b in self.blocks)
 
 
 def from_config(config: Mapping[str, Any], name: str = "model") -> Architecture:

@@ -1,7 +1,6 @@
 """MODEL as `plan` takes it - a preset's name, a config.json, a model folder, a hub id - to its architecture."""
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from blockscale.errors import UsageError
+from blockscale.checkpoint.shards import read_json
+from blockscale.errors import CheckpointError, UsageError
 from blockscale.planning.models.architecture import LINEAR_PARTS, Architecture, from_config
 from blockscale.planning.models.weights import Weights
 
@@ -124,14 +124,10 @@ _MAX_LAYERS = 10_000
 def read_config(file: Path) -> Mapping[str, Any]:
     """UsageError for what is no JSON object."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UsageError(f"{file}: cannot be read: {e.strerror or e}", hint="a model folder has a config.json") from e
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"{file}: not valid JSON: {e}", hint="download the file again") from e
-    if not isinstance(config, dict):
-        raise UsageError(f"{file}: not a JSON object", hint="download the file again")
-    return config
+        return read_json(file)
+    except CheckpointError as e:
+        hint = e.hint if file.exists() else "a model folder has a config.json"
+        raise UsageError(str(e), hint=hint) from e
 
 
 def _from_hub(name: str) -> Model:

@@ -179,8 +179,13 @@ _PRICES = ("purchase_usd_per_gpu", "rental_usd_per_gpu_hour")
 _KEYS = tuple(f.name for f in fields(Assumptions) if f.name not in ("records", "country"))
 
 
-def load_assumptions(path: str | Path | None = None, country: str | None = None) -> Assumptions:
-    """Defaults, a country's profile and the user's file, merged. UsageError for what is unknown or makes no sense."""
+def load_assumptions(
+    path: str | Path | None = None, country: str | None = None, described: tuple[str, ...] = ()
+) -> Assumptions:
+    """Defaults, a country's profile and the user's file, merged. UsageError for what is unknown or makes no sense.
+
+    described  keys of GPUs that files describe, which may have prices, too
+    """
     own = {} if path is None else _read(Path(path))
     named = own.pop("country", None)
     if named is not None and not isinstance(named, str):
@@ -190,9 +195,12 @@ def load_assumptions(path: str | Path | None = None, country: str | None = None)
     code = _country_code(country or named or DEFAULT_COUNTRY)
     records = {key: _record(key, entry, "default") for key, entry in _defaults().items()}
     records |= {key: _record(key, entry, "country") for key, entry in _countries()[code].items() if key != "name"}
-    given = {key: _checked(key, entry, str(path)) for key, entry in own.items()}
+    given = {key: _checked(key, entry, str(path), described) for key, entry in own.items()}
     _check_currency(given, records, str(path))
+    if "redata" in given and given["redata"].value and code != "BR":
+        raise UsageError(f"{path}: redata is Brazil's, and the country is {code}", hint="country: BR, or leave it out")
     records |= {key: record for key, record in given.items() if key not in _PRICES}
+    _check_tariff({key: record.value for key, record in records.items()}, str(path))
     tier = records["rental_tier"].value
     tables = {_PRICES[0]: _purchases(), _PRICES[1]: _rentals(tier)}
     for key, table in tables.items():
@@ -289,27 +297,69 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _checked(key: str, entry: Any, where: str) -> Record:
-    """The user's value, of the right kind."""
+def _checked(key: str, entry: Any, where: str, described: tuple[str, ...]) -> Record:
+    """The user's value, of the right kind and of a size that its unit can have."""
     if key in _PRICES:
-        return _price_table(key, entry, where)
+        return _price_table(key, entry, where, described)
     record = _record(key, entry, "file")
     check = _CHECKS.get(key, _share)
     wrong = check(record.value)
     if wrong:
         raise UsageError(f"{where}: {key} is {record.value!r}", hint=f"{key}: {wrong}")
+    _check_size(key, record.value, where)
     return record
 
 
-def _price_table(key: str, entry: Any, where: str) -> Record:
+# What no value of a key comes near, and the unit that it was probably taken for another of.
+_MOST: dict[str, tuple[float, str]] = {
+    "gpu_power_limit_watts": (20_000, "watts of one GPU's board"),
+    "compute_power_share": (2, "a share of TDP: 1.0, not 100"),
+    "server_watts_per_gpu": (20_000, "watts a GPU, not of the whole"),
+    "air_rack_kw": (1_000, "kilowatts, not watts"),
+    "liquid_rack_kw": (2_000, "kilowatts, not watts"),
+    "gpus_per_server": (1_024, "GPUs in one server"),
+    "network_share_of_price": (2, "a share of the price: 0.1 for 10 %"),
+    "life_years": (30, "years, not months"),
+    "hosting_usd_per_kw_month": (5_000, "US dollars for a kW and month"),
+    "freight_insurance_share": (2, "a share of the price: 0.02 for 2 %"),
+    "import_duty_share": (2, "a share of the value: 0.16 for 16 %"),
+    "excise_share": (2, "a share of the value: 0.05 for 5 %"),
+    "federal_contributions_share": (2, "a share of the value: 0.1175 for 11.75 %"),
+    "sales_tax_share": (2, "a share of the value: 0.21 for 21 %"),
+    "rental_tax_share": (2, "a share of the rent: 0.4 for 40 %"),
+}
+_MOST_USD_PER_KWH = 5.0
+_PRICE_USD = {
+    _PRICES[0]: (100.0, 2e6, "US dollars for one GPU with its share of the server"),
+    _PRICES[1]: (0.01, 200.0, "US dollars for one GPU and hour"),
+}
+
+
+def _check_size(key: str, value: Any, where: str) -> None:
+    most, unit = _MOST.get(key, (math.inf, ""))
+    if isinstance(value, int | float) and value > most:
+        raise UsageError(f"{where}: {key} is {value:g}, more than any", hint=f"{key}: {unit}")
+
+
+def _check_tariff(values: Mapping[str, Any], where: str) -> None:
+    """In the country's currency, whatever it is worth."""
+    usd = values["electricity_per_kwh"] / values["currency_per_usd"]
+    if usd > _MOST_USD_PER_KWH:
+        raise UsageError(
+            f"{where}: electricity_per_kwh is {values['electricity_per_kwh']:g} {values['currency']}, or {usd:.3g} US "
+            "dollars",
+            hint="electricity_per_kwh: money for a kWh, not a MWh; a tariff by the MWh is a thousand times as much",
+        )
+
+
+def _price_table(key: str, entry: Any, where: str, described: tuple[str, ...]) -> Record:
     if not isinstance(entry, Mapping) or not entry:
         raise UsageError(
             f"{where}: {key} is no table of GPUs", hint=f"{key}: {{h200: {31000 if 'purchase' in key else 1.6}}}"
         )
     prices: dict[str, Any] = {}
     for name, value in entry.items():
-        gpu = str(name) if str(name) in catalogue() or str(name).endswith(".toml") else find_gpu(str(name)).key
-        gpu = Path(gpu).stem if gpu.endswith(".toml") else gpu
+        gpu = _priced_gpu(str(name), where, key, described)
         is_range = isinstance(value, Mapping) and set(value) == {"value", "low", "high"}
         numbers = [value[n] for n in ("low", "value", "high")] if is_range and key == _PRICES[0] else [value]
         if any(_positive(number) for number in numbers) or numbers != sorted(numbers):
@@ -317,8 +367,25 @@ def _price_table(key: str, entry: Any, where: str) -> Record:
                 f"{where}: {key}.{name} is {value!r}", hint="a positive number, or value, low and high of a purchase"
             )
         ends = [float(number) for number in numbers]
+        least, most, unit = _PRICE_USD[key]
+        if not least <= min(ends) <= max(ends) <= most:
+            raise UsageError(f"{where}: {key}.{name} is {value!r}, which is no price of one GPU", hint=unit)
         prices[gpu] = Figure(ends[len(ends) // 2], ends[0], ends[-1]) if key == _PRICES[0] else ends[0]
     return Record(key, prices, "", "your file", "file")
+
+
+def _priced_gpu(name: str, where: str, key: str, described: tuple[str, ...]) -> str:
+    """Key of a GPU in a table of prices: of the catalogue, or of a file that describes it."""
+    if name in catalogue() or name in described:
+        return name
+    if name.endswith(".toml"):
+        return Path(name).stem
+    try:
+        return find_gpu(name).key
+    except UsageError as e:
+        raise UsageError(
+            f"{where}: {key}: {e}", hint=f"{e.hint}; one of a file (--gpu my.toml) by its key: my, or the table's name"
+        ) from e
 
 
 def _record(key: str, entry: Any, origin: str) -> Record:

@@ -11,7 +11,6 @@ Import taxes are charged on one another. Brazil's ICMS is charged on a price tha
     landed = (CIF + II + IPI + PIS/COFINS) / (1 - ICMS)
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from blockscale.errors import UsageError
 from blockscale.planning.hardware.catalogue import Figure, Gpu
 from blockscale.planning.money.assumptions import Assumptions, load_assumptions
 from blockscale.planning.money.energy import Power, power, ratio, served_tokens_per_s, server_kw
-from blockscale.planning.speed.predict import Estimate, Prediction, Workload
+from blockscale.planning.speed.predict import Estimate, Prediction
 from blockscale.planning.speed.roofline import Deployment
 
 HOURS_PER_YEAR = 8760.0
@@ -29,16 +28,25 @@ PARTS = ("hardware", "taxes", "energy", "operation")
 
 @dataclass(frozen=True)
 class Purchase:
-    """What is paid before the first token, in the currency: price of GPUs, servers and network, freight, taxes."""
+    """What is paid before the first token, in the currency: price of GPUs, servers and network, freight, taxes.
+
+    range  of the price, as factors
+    """
 
     price: float
     freight: float
     taxes: float
     multiplier: float
+    range: Figure
 
     @property
     def total(self) -> float:
         return self.price + self.freight + self.taxes
+
+    @property
+    def estimate(self) -> Estimate:
+        """`total`, and its ends where sellers' prices differ."""
+        return Estimate(self.total, self.total * self.range.low, self.total * self.range.high)
 
 
 @dataclass(frozen=True)
@@ -53,33 +61,19 @@ class Cost:
     acquisition: str
     per_million_tokens: Estimate
     parts: Mapping[str, float]
-    per_hour: float
+    per_hour: Estimate
     tokens_per_hour: float
     kwh_per_million_tokens: float
     purchase: Purchase | None
 
     @property
-    def per_month(self) -> float:
-        return self.per_hour * HOURS_PER_MONTH
+    def per_month(self) -> Estimate:
+        return self.per_hour.scaled(HOURS_PER_MONTH)
 
     @property
     def energy_share(self) -> float:
         """Of the whole; 0 for a rental, where it is not known."""
         return self.parts["energy"] / self.per_million_tokens.value
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One line of two configurations side by side. `ratio`: second over first."""
-
-    name: str
-    unit: str
-    first: float
-    second: float
-
-    @property
-    def ratio(self) -> float:
-        return self.second / self.first if self.first else math.nan
 
 
 def landed_multiplier(a: Assumptions) -> float:
@@ -93,11 +87,12 @@ def landed_multiplier(a: Assumptions) -> float:
 
 def purchase(gpu: Gpu, num_gpus: int, a: Assumptions) -> Purchase:
     """UsageError for a GPU whose price is not known."""
-    price = num_gpus * _price(gpu, a).value * (1 + a.network_share_of_price) * a.currency_per_usd
+    usd = _price(gpu, a)
+    price = num_gpus * usd.value * (1 + a.network_share_of_price) * a.currency_per_usd
     freight = price * a.freight_insurance_share
     multiplier = landed_multiplier(a)
     taxes = (price + freight) * (multiplier - 1) * (1 - a.recoverable_share)
-    return Purchase(price, freight, taxes, multiplier)
+    return Purchase(price, freight, taxes, multiplier, Figure(1.0, usd.low / usd.value, usd.high / usd.value))
 
 
 def has_price(gpu: Gpu, a: Assumptions) -> bool:
@@ -109,7 +104,6 @@ def cost(
     d: Deployment,
     prediction: Prediction,
     assumptions: Assumptions | None = None,
-    workload: Workload | None = None,
     drawn: Power | None = None,
 ) -> Cost:
     """Of a deployment under the predicted load. `drawn`: its power, if it is known already.
@@ -117,33 +111,37 @@ def cost(
     UsageError for a GPU whose price is not known: see `has_price`.
     """
     a = assumptions or load_assumptions()
-    drawn = drawn or power(d, prediction, a, workload)
-    tokens_per_s = served_tokens_per_s(d, prediction, workload)
+    drawn = drawn or power(d, prediction, a)
+    tokens_per_s = served_tokens_per_s(d, prediction)
     tokens_per_hour = tokens_per_s.value * 3600 * a.utilization_share
     mean_watts = drawn.pue * (
         drawn.wall_watts.value * a.utilization_share + drawn.idle_wall_watts * (1 - a.utilization_share)
     )
     if a.acquisition == "rental":
-        bought, by_hour, range_ = None, _rent_by_hour(d, a), Figure(1.0, 1.0, 1.0)
+        bought, by_hour = None, _rent_by_hour(d, a)
+        per_hour = Estimate(*(sum(by_hour.values()),) * 3)
     else:
         bought = purchase(d.gpu, d.layout.num_gpus, a)
         by_hour = _owned_by_hour(d, a, bought, mean_watts / 1e3)
-        price = _price(d.gpu, a)
-        range_ = Figure(1.0, price.low / price.value, price.high / price.value)
-    parts = {name: by_hour[name] / tokens_per_hour * 1e6 for name in PARTS}
-    hardware = parts["hardware"] + parts["taxes"]
-    total = sum(parts.values())
-    money = Estimate(total, total - hardware * (1 - range_.low), total + hardware * (range_.high - 1))
+        ends = (bought.range.low, bought.range.high)
+        low, high = (_owned_by_hour(d, a, _times(bought, end), mean_watts / 1e3) for end in ends)
+        per_hour = Estimate(*(sum(each.values()) for each in (by_hour, low, high)))
     return Cost(
         currency=a.currency,
         acquisition=a.acquisition,
-        per_million_tokens=ratio(money, tokens_per_s.scaled(1 / tokens_per_s.value)),
-        parts=parts,
-        per_hour=sum(by_hour.values()),
+        per_million_tokens=ratio(per_hour.scaled(1e6 / tokens_per_hour), tokens_per_s.scaled(1 / tokens_per_s.value)),
+        parts={name: by_hour[name] / tokens_per_hour * 1e6 for name in PARTS},
+        per_hour=per_hour,
         tokens_per_hour=tokens_per_hour,
         kwh_per_million_tokens=mean_watts / 1e3 / tokens_per_hour * 1e6,
         purchase=bought,
     )
+
+
+def _times(bought: Purchase, factor: float) -> Purchase:
+    """At another price."""
+    paid = (bought.price * factor, bought.freight * factor, bought.taxes * factor)
+    return Purchase(*paid, bought.multiplier, bought.range)
 
 
 def _rent_by_hour(d: Deployment, a: Assumptions) -> dict[str, float]:
@@ -180,25 +178,6 @@ def yearly(paid: float, left: float, a: Assumptions) -> float:
 def electricity_per_million_tokens(wall_joules_per_token: float, pue: float, tariff_per_kwh: float) -> float:
     """Electricity alone, of the hours that tokens are made in."""
     return wall_joules_per_token / 3.6 * pue * tariff_per_kwh
-
-
-def side_by_side(first: Cost, second: Cost) -> tuple[Comparison, ...]:
-    """UsageError for two currencies."""
-    if first.currency != second.currency:
-        raise UsageError(
-            f"costs in {first.currency} and {second.currency} cannot be compared",
-            hint="the same --assumptions for both",
-        )
-    unit = f"{first.currency}/million tokens"
-    lines = [Comparison(name, unit, first.parts[name], second.parts[name]) for name in PARTS]
-    lines.append(Comparison("total", unit, first.per_million_tokens.value, second.per_million_tokens.value))
-    lines.append(Comparison("by the month", first.currency, first.per_month, second.per_month))
-    if first.purchase and second.purchase:
-        lines.append(Comparison("to buy", first.currency, first.purchase.total, second.purchase.total))
-    lines.append(
-        Comparison("electricity", "kWh/million tokens", first.kwh_per_million_tokens, second.kwh_per_million_tokens)
-    )
-    return tuple(lines)
 
 
 def _price(gpu: Gpu, a: Assumptions) -> Figure:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from blockscale.errors import UsageError
 from blockscale.planning.hardware.catalogue import Gpu
 from blockscale.planning.money.assumptions import Assumptions, load_assumptions
-from blockscale.planning.speed.predict import Estimate, Prediction, Workload
+from blockscale.planning.speed.predict import Estimate, Prediction
 from blockscale.planning.speed.roofline import Deployment, Step
 
+# What power and energy mean by each name. Joules a token are at the wall unless another is named.
 BOUNDARIES: Mapping[str, str] = {
     "board": "what the GPUs' boards draw",
     "wall": "the servers at the wall, or this deployment's share of them: boards, CPUs, memory, network cards, fans, "
@@ -78,10 +79,8 @@ class Racks:
     unit: str
 
 
-def power(
-    d: Deployment, prediction: Prediction, assumptions: Assumptions | None = None, workload: Workload | None = None
-) -> Power:
-    """While the predicted load is served; a `workload` of few requests lets GPUs stand still between them.
+def power(d: Deployment, prediction: Prediction, assumptions: Assumptions | None = None) -> Power:
+    """While the predicted load is served; few requests let GPUs stand still between them, or stages of a pipeline.
 
     UsageError for a GPU whose TDP is not known.
     """
@@ -89,9 +88,8 @@ def power(
     tdp = _tdp(d.gpu)
     limit = min(tdp, a.gpu_power_limit_watts or tdp)
     idle = min(a.gpu_idle_share * tdp, limit)
-    dynamic = (
-        tdp * _dynamic_share(prediction.serving.step, prediction.serving.itl_s, a) * _duty(d, prediction, workload)
-    )
+    serving = prediction.serving
+    dynamic = tdp * _dynamic_share(serving.step, serving.itl_s, a) * serving.busy * _duty(d, prediction)
     wanted = Estimate(
         idle + dynamic, idle + dynamic * math.exp(-_DYNAMIC_SPREAD), idle + dynamic * math.exp(_DYNAMIC_SPREAD)
     )
@@ -125,21 +123,17 @@ def _dynamic_share(step: Step, itl_s: float, a: Assumptions) -> float:
     return seconds / itl_s
 
 
-def served_tokens_per_s(d: Deployment, prediction: Prediction, workload: Workload | None = None) -> Estimate:
-    """Output tokens a second of all GPUs: what is asked for at a rate that can be served, else what can be made."""
-    possible = prediction.tokens_per_s_per_gpu.scaled(d.layout.num_gpus)
-    if workload is None or workload.rate is None or prediction.utilization is None or prediction.utilization >= 1:
-        return possible
-    asked = workload.rate * workload.output_tokens
-    return Estimate(asked, asked, asked)
+def served_tokens_per_s(d: Deployment, prediction: Prediction) -> Estimate:
+    """Output tokens a second of all GPUs."""
+    return prediction.tokens_per_s_per_gpu.scaled(d.layout.num_gpus)
 
 
-def _duty(d: Deployment, prediction: Prediction, workload: Workload | None) -> float:
+def _duty(d: Deployment, prediction: Prediction) -> float:
     """Share of the time that there is anything to decode: predictions hold one sequence at least."""
-    if prediction.sequences > 1 + 1e-6:  # found by halving
+    if prediction.utilization is None or prediction.sequences > 1 + 1e-6:  # found by halving
         return 1.0
-    possible = prediction.tokens_per_s_per_gpu.scaled(d.layout.num_gpus)
-    return min(1.0, served_tokens_per_s(d, prediction, workload).value / possible.value)
+    possible = prediction.serving.tokens_per_s * d.layout.replicas
+    return min(1.0, served_tokens_per_s(d, prediction).value / possible)
 
 
 def _tdp(gpu: Gpu) -> float:
@@ -176,11 +170,6 @@ def joules_per_output_token(p: Power, tokens_per_s_per_gpu: Estimate, boundary: 
     return p.joules_per_token(tokens_per_s_per_gpu.scaled(p.num_gpus), boundary)
 
 
-def kwh_per_million_tokens(joules_per_token: float) -> float:
-    """1 J a token is 1 MJ a million: 0.278 kWh."""
-    return joules_per_token / 3.6
-
-
 def racks(gpu: Gpu, num_gpus: int, assumptions: Assumptions | None = None) -> Racks:
     """Racks for so many GPUs: a rack-scale system whole, others as many servers as a rack can feed and cool."""
     a = assumptions or load_assumptions()
@@ -204,9 +193,12 @@ def racks(gpu: Gpu, num_gpus: int, assumptions: Assumptions | None = None) -> Ra
     )
 
 
+_RACK_GPUS = 36  # the least of a rack-scale system (NVL36); servers have 8 or 16
+
+
 def is_rack(gpu: Gpu) -> bool:
     """Whether it is sold as a whole rack only."""
-    return gpu.system_gpus >= 36
+    return gpu.system_gpus >= _RACK_GPUS
 
 
 def server_kw(gpu: Gpu, a: Assumptions) -> Estimate:

@@ -1,6 +1,7 @@
 """A plan as one HTML page, for whoever signs the purchase."""
 
 import datetime
+import math
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from blockscale.planning.answer.language import Language, language
 from blockscale.planning.answer.result import Bound, PlanResult
 from blockscale.planning.hardware.catalogue import Figure
 from blockscale.planning.money.assumptions import Record
-from blockscale.planning.report.plots import Datum, Plot, Stacks, log_plot, stacks
+from blockscale.planning.report.plots import Mark, Plot, Stacks, log_plot, stacks
 from blockscale.planning.speed.predict import Estimate
 
 MAX_LINES = 8  # as many colours
@@ -36,6 +37,8 @@ def render_plan(result: PlanResult, code: str = "en", today: datetime.date | Non
         t=words.text,
         words=words,
         result=result,
+        endless=math.inf,
+        load=lambda one: sentences.utilization(one, words),
         title=sentences.title(result, words),
         subtitle=sentences.subtitle(result, words),
         answer=sentences.answer(result, words),
@@ -69,7 +72,7 @@ def curve_plot(everyone: tuple[PlanResult, ...], words: Language) -> Plot | None
                 speed=words.number(speed),
                 throughput=words.number(each.value),
             )
-            points.append(Datum(speed, each.value, each.low, each.high, said))
+            points.append(Mark(speed, each.value, each.low, each.high, said))
         if points:
             series.append((one.name, points))
     return log_plot(series, words.short)
@@ -137,7 +140,7 @@ def search_plot(result: PlanResult, words: Language) -> Plot | None:
         figure = found.figure(result.search.objective)
         if figure is not None and best is not None and figure <= PLOTTED * best:
             said = f"{found.choice.name}: {words.number(found.itl_ms.value)} ms, {words.number(figure)}"
-            points.append(Datum(found.itl_ms.value, figure, figure, figure, said, found.is_best))
+            points.append(Mark(found.itl_ms.value, figure, figure, figure, said, found.is_best))
     return log_plot([("", points)], words.short) if points else None
 
 

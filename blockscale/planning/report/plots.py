@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720.0, 64.0, 24.0, 12.0, 46.0
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720.0, 76.0, 24.0, 12.0, 46.0
 HEIGHT = 340.0
 BAR, GAP = 26.0, 24.0
 MAX_COLOURS = 8
@@ -21,7 +21,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point with its interval in y, and what is said of it."""
+    """A point with its interval in y, and what is said of it; in the figures' own units until it is placed."""
 
     x: float
     y: float
@@ -53,18 +53,6 @@ class Plot:
     bottom: float = HEIGHT - BOTTOM
 
 
-@dataclass(frozen=True)
-class Datum:
-    """A point in the figures' own units."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-    text: str
-    is_marked: bool = False
-
-
 def log_ticks(low: float, high: float) -> list[float]:
     """1, 2, 5, 10, ... that cover [low, high], the outer ones included."""
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
@@ -74,7 +62,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return steps[start : max(end, start + 1) + 1]
 
 
-def log_plot(series: Sequence[tuple[str, Sequence[Datum]]], figure: Callable[[float], str]) -> Plot | None:
+def log_plot(series: Sequence[tuple[str, Sequence[Mark]]], figure: Callable[[float], str]) -> Plot | None:
     """Both axes logarithmic. None if there is no positive point to draw."""
     data = [d for _, points in series for d in points]
     if not data or min(min(d.x, d.low) for d in data) <= 0:

@@ -38,8 +38,20 @@ class MemoryPlan:
 
 
 def kv_bytes_per_token(architecture: Architecture, cache: str) -> float:
-    """What one more token adds to the whole cache, all layers and GPUs together (windows not yet full)."""
+    """What one more token adds to the whole cache, all layers and GPUs together, once windows are full."""
     return architecture.cache_elements_per_token() * CACHE_BYTES[cache]
+
+
+def kv_bytes_per_sequence(architecture: Architecture, cache: str) -> float:
+    """What a sequence takes besides: full windows, and the states of recurrent layers."""
+    return sum(
+        block.count
+        * (
+            block.attention.cache_elements * (block.attention.window or 0) * CACHE_BYTES[cache]
+            + block.attention.state_bytes
+        )
+        for block in architecture.blocks
+    )
 
 
 def sequence_bytes(d: Deployment, context: int) -> float:

@@ -8,7 +8,7 @@ from blockscale.planning.models.weights import PartWeights
 from blockscale.planning.speed.roofline import Deployment
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "fp8-block128": 8.0, "mxfp8": 8.25, "mxfp6": 6.25, "nvfp4": 4.5, "mxfp4": 4.25}
-BITS["int4"] = 4.16
+BITS["int4"] = 4.16  # in groups of 128, with their zeros
 
 
 @dataclass(frozen=True)

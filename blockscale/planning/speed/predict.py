@@ -39,15 +39,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Priors:
-    """Efficiencies, and how far measurements lie from what they predict. `source`: what they were fitted to."""
-
-    efficiency: Efficiency
-    spread: Spread
-    source: str = "published measurements"
-
-
-@dataclass(frozen=True)
 class Workload:
     """Tokens of a request on average, and how many come: `concurrency` in flight, or `rate` a second, over all
     replicas."""
@@ -70,12 +61,59 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """What the runs behind a calibration spanned, each as (least, most): requests in flight a replica, tokens."""
+
+    sequences: tuple[float, float]
+    input_tokens: tuple[float, float]
+    output_tokens: tuple[float, float]
+
+    def beyond(self, sequences: float, workload: Workload) -> str:
+        """What lies further than a factor of two outside, in words; empty: nothing."""
+        asked = (
+            ("requests a replica", sequences, self.sequences),
+            ("prompt tokens", workload.input_tokens, self.input_tokens),
+            ("output tokens", workload.output_tokens, self.output_tokens),
+        )
+        return ", ".join(
+            f"{value:,.0f} {name} against {low:,.0f} to {high:,.0f}"
+            for name, value, (low, high) in asked
+            if not low / _FAR <= value <= high * _FAR
+        )
+
+
+_FAR = 2.0
+
+
+@dataclass(frozen=True)
+class Priors:
+    """Efficiencies, and how far measurements lie from what they predict. `source`: what they were fitted to.
+
+    reach    of a calibration: outside it, `outside` is the spread
+    """
+
+    efficiency: Efficiency
+    spread: Spread
+    source: str = "published measurements"
+    reach: Reach | None = None
+    outside: Spread | None = None
+
+    def spread_at(self, sequences: float, workload: Workload) -> Spread:
+        """Of a prediction for so many sequences a replica."""
+        if self.reach is None or self.outside is None or not self.reach.beyond(sequences, workload):
+            return self.spread
+        return self.outside
+
+
+@dataclass(frozen=True)
 class Prediction:
     """One replica, unless a name says otherwise.
 
     sequences     decoded together
     waiting       requests that are in flight beyond those that memory and engine admit, over all replicas
-    utilization   of what could be served at most; above 1 the queue grows without end (with a rate only)
+    tokens_per_s_per_gpu   that come out: at a rate what is asked for, as far as it can be served
+    capacity_per_gpu       at a rate: what could come out at most
+    utilization   of the capacity; from 1 on the queue grows without end (at a rate only)
     """
 
     memory: MemoryPlan
@@ -86,18 +124,12 @@ class Prediction:
     tokens_per_s_per_gpu: Estimate
     serving: Serving
     utilization: float | None
+    capacity_per_gpu: Estimate | None = None
 
-    def decode_bounds(self) -> list[tuple[str, float]]:
-        """What a token's time goes to, largest first, as shares of it."""
-        return _shares(self.serving.step.bounds())
-
-    def prefill_bounds(self) -> list[tuple[str, float]]:
-        return _shares(self.serving.prefill.bounds())
-
-
-def _shares(bounds: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    total = sum(seconds for _, seconds in bounds) or 1.0
-    return [(name, seconds / total) for name, seconds in bounds]
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether more is asked for than can be served."""
+        return self.utilization is not None and self.utilization >= 1
 
 
 @cache
@@ -118,6 +150,12 @@ def calibrated_spread() -> Spread:
 def _efficiencies() -> dict[str, Any]:
     text = resources.files("blockscale.planning.speed").joinpath("efficiency.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
+
+
+@cache
+def measured_gpus() -> tuple[str, ...]:
+    """Keys of the GPUs that the package's efficiencies were fitted to."""
+    return tuple(_efficiencies()["sample"]["gpus"])
 
 
 def predict(d: Deployment, workload: Workload, priors: Priors | None = None) -> Prediction:
@@ -164,10 +202,16 @@ def _at_rate(d: Deployment, workload: Workload, priors: Priors, memory: MemoryPl
         residence = serving.prefill.seconds + serving.itl_s * workload.output_tokens
         low, high = (middle, high) if rate * residence > middle else (low, middle)
     serving = serve(d, priors.efficiency, high, workload.input_tokens, workload.output_tokens)
+    limit = _prediction(d, workload, memory, at_most, priors, math.inf, math.inf, utilization)
+    # a place is taken from the arrival on, not only while it decodes
+    capacity = limit.tokens_per_s_per_gpu.scaled(at_most.itl_s * workload.output_tokens / longest)
+    asked = workload.rate * workload.output_tokens / d.layout.num_gpus
+    made = Estimate(*(min(asked, each) for each in (capacity.value, capacity.low, capacity.high)))
     if utilization >= 1:
-        return _prediction(d, workload, memory, at_most, priors, math.inf, math.inf, utilization)
+        return replace(limit, tokens_per_s_per_gpu=made, capacity_per_gpu=capacity)
     wait = longest / most * utilization ** (math.sqrt(2 * (most + 1)) - 1) / (1 - utilization)
-    return _prediction(d, workload, memory, serving, priors, rate * wait * d.layout.replicas, wait, utilization)
+    found = _prediction(d, workload, memory, serving, priors, rate * wait * d.layout.replicas, wait, utilization)
+    return replace(found, tokens_per_s_per_gpu=made, capacity_per_gpu=capacity)
 
 
 def _prediction(
@@ -186,8 +230,9 @@ def _prediction(
         else serving
         for end in quickest_and_slowest(d)
     )
-    itl = around(serving.itl_s, priors.spread.itl, quick.itl_s, slow.itl_s)
-    ttft = around(serving.ttft_s, priors.spread.ttft, quick.ttft_s, slow.ttft_s)
+    spread = priors.spread_at(serving.sequences, workload)
+    itl = around(serving.itl_s, spread.itl, quick.itl_s, slow.itl_s)
+    ttft = around(serving.ttft_s, spread.ttft, quick.ttft_s, slow.ttft_s)
     return Prediction(
         memory,
         serving.sequences,

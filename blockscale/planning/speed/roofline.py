@@ -83,17 +83,6 @@ class Step:
         """Reading weights and arithmetic overlap; the rest adds up."""
         return max(self.weights, self.compute) + self.cache + self.communication + self.overhead
 
-    def bounds(self) -> list[tuple[str, float]]:
-        """What the step's time goes to, largest first."""
-        terms = {
-            "weights": self.weights if self.weights >= self.compute else 0.0,
-            "compute": self.compute if self.compute > self.weights else 0.0,
-            "KV cache": self.cache,
-            "communication": self.communication,
-            "overhead": self.overhead,
-        }
-        return sorted(terms.items(), key=lambda item: -item[1])
-
 
 def expert_coverage(num_experts: int, top_k: int, tokens: float) -> float:
     """Share of the experts that `tokens` tokens touch together, routed evenly: 1 - (1 - k/E)^B."""
@@ -206,13 +195,17 @@ _PCIE_BYTES_PER_S = 50e9  # Gen5 x16, one direction, as measured transfers reach
 
 @dataclass(frozen=True)
 class Serving:
-    """One operating point, per replica. Seconds, tokens a second."""
+    """One operating point, per replica. Seconds, tokens a second.
+
+    busy    share of the time that a stage has anything to do: 1, unless there are fewer sequences than stages
+    """
 
     sequences: float
     step: Step
     prefill: Step
     itl_s: float
     ttft_s: float
+    busy: float = 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -222,21 +215,20 @@ class Serving:
 def serve(d: Deployment, e: Efficiency, sequences: float, input_tokens: float, output_tokens: float) -> Serving:
     """Steady state with `sequences` requests in flight per replica, prefill and decode on the same GPUs.
 
-    Each of the other requests is prefilled once in the time that this one decodes `output_tokens`.
+    Each of the other requests is prefilled once in the time that this one decodes `output_tokens`. Stages work on
+    different requests at the same time: one request takes the sum of all stages, many take what each stage has to do.
     """
     step = decode_step(d, e, sequences, input_tokens + output_tokens / 2)
     first = prefill(d, e, input_tokens)
     own = sequences / d.layout.attention_data
+    # a prompt goes through the stages one after the other, and meanwhile the others have prompts of their own
+    stages = min(float(d.layout.pipeline), max(sequences, 1.0))
     # work that each step takes over from prompts, and what of it fits beside the reading of weights
-    work = first.compute * own / max(output_tokens, 1.0)
+    work = first.compute * own / stages / max(output_tokens, 1.0)
     slack = max(step.weights - step.compute, 0.0)
     hidden = min(work * (1 - e.alone), slack)
-    exchanged = first.communication * own / max(output_tokens, 1.0)
+    exchanged = first.communication * own / stages / max(output_tokens, 1.0)
     mixed = replace(step, compute=step.compute + work, communication=step.communication + exchanged)
     itl = step.seconds + work - hidden + exchanged
-    return Serving(sequences, mixed, first, itl, first.seconds * (1 + e.ahead * own) + step.seconds)
-
-
-def scaled(e: Efficiency, **factors: float) -> Efficiency:
-    """The same with some terms multiplied."""
-    return replace(e, **{name: getattr(e, name) * factor for name, factor in factors.items()})
+    ttft = first.seconds * (1 + e.ahead * own / stages) + step.seconds
+    return Serving(sequences, mixed, first, itl, ttft, stages / d.layout.pipeline)
