@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from blockscale.cli.output import no_collection, notice, print_json, progress_bar
+    from blockscale.cli.output import notice, print_json, progress_bar
     from blockscale.inspection.inspect import inspect  # not through api, which imports torch
 
-    with no_collection(), progress_bar() if args.scales else nullcontext() as progress:
+    with progress_bar() if args.scales else nullcontext() as progress:
         inspection = inspect(args.model, scales=args.scales, report=args.report, progress=progress)
     for message in inspection.notices:
         notice(message)

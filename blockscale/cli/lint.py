@@ -10,7 +10,6 @@ examples:
 """
 
 import argparse
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -73,14 +72,10 @@ def _outcome(args: argparse.Namespace, progress: Progress) -> "tuple[LintReport,
     from blockscale.conversion.repair.lint import lint, mend  # not through api, which imports torch
 
     options = {"source": args.source, "tensor_parallel": args.tensor_parallel, "progress": progress}
-    gc.disable()  # hundreds of thousands of small objects and no garbage: walking them takes longer than making them
-    try:
-        if args.repair is None:
-            return lint(args.model, quick=args.quick, **options), None
-        summary = mend(args.model, args.repair, **options)
-        return summary.report, summary
-    finally:
-        gc.enable()
+    if args.repair is None:
+        return lint(args.model, quick=args.quick, **options), None
+    summary = mend(args.model, args.repair, **options)
+    return summary.report, summary
 
 
 def _print_notices(notices: Iterable[str]) -> None:

@@ -1,7 +1,6 @@
 """What verbs print: data to stdout, progress and notices to stderr."""
 
 import contextlib
-import gc
 import json
 import math
 import os
@@ -56,18 +55,6 @@ def reader_may_leave() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Of garbage: there is none among hundreds of thousands of tensors, and looking takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def print_json(data: object, *, one_item_a_line: bool = False) -> None:

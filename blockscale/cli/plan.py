@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from blockscale.cli.output import no_collection, print_json
+    from blockscale.cli.output import print_json
     from blockscale.planning.planner import plan  # not through api, which imports torch
 
     if args.show_assumptions:
@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> None:
         print(to_yaml(load_assumptions(args.assumptions, args.country)), end="")
         return
     options = {k: v for k, v in vars(args).items() if k not in ("verb", "json", "show_assumptions")}
-    with no_collection():
-        result = plan(**options)
+    result = plan(**options)
     if args.json:
         print_json(result.to_dict())
     else:

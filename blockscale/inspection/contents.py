@@ -31,6 +31,7 @@ from blockscale.inspection.checks.global_scales import (
     value_faults,
 )
 from blockscale.inspection.checks.structure import part_faults
+from blockscale.inspection.collection import no_collection
 from blockscale.inspection.engines import KNOWN_METHODS, verdicts
 from blockscale.inspection.inventory import Inspection, Kept, KVCache, Layer, Linear, range_of
 from blockscale.inspection.matrices import matrices_of
@@ -40,6 +41,7 @@ from blockscale.inspection.weights import Weight, plain_format, stored_weights
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
+@no_collection()
 def inspect_folder(path: Path, *, with_scales: bool = False, progress: Progress | None = None) -> Inspection:
     """Looks at a folder whatever is wrong with it. `with_scales`: every block scale is read and counted.
 

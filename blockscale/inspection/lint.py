@@ -14,6 +14,7 @@ from blockscale.inspection.checks.names import name_faults
 from blockscale.inspection.checks.scales import scale_faults
 from blockscale.inspection.checks.structure import structure_faults
 from blockscale.inspection.checks.tied_head import tied_head_faults
+from blockscale.inspection.collection import no_collection
 from blockscale.inspection.findings import LintReport, to_findings
 from blockscale.inspection.matrices import matrices_of
 from blockscale.inspection.reading import Reading, read_folder
@@ -25,6 +26,7 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 _OF_ROLES = ("missing-block-scale", "missing-global-scale", "missing-input-scale")
 
 
+@no_collection()
 def lint_folder(
     path: Path,
     *,

@@ -183,7 +183,7 @@ def test_every_default_is_dated_and_sourced_and_valid(tmp_path: Path) -> None:
 
 def test_a_file_changes_nothing_for_the_next_one(tmp_path: Path) -> None:
     before = load_assumptions()
-    load_assumptions(written(tmp_path, "purchase_usd_per_gpu: {h200: 1}"))
+    load_assumptions(written(tmp_path, "purchase_usd_per_gpu: {h200: 1000}"))
     assert load_assumptions() == before
 
 
@@ -213,6 +213,16 @@ def test_an_empty_file_is_no_change(tmp_path: Path) -> None:
         ("utilization_share: 0", "utilization_share is 0", "a share above 0"),
         ("pue_air: 0.9", "pue_air is 0.9", "from 1"),
         ("redata: 1", "redata is 1", "true or false"),
+        ("redata: true", "redata is Brazil's", "country: BR"),
+        ("country: EU\nredata: true", "the country is EU", "country: BR"),
+        ("electricity_per_kwh: 90", "or 90 US dollars", "not a MWh"),
+        ("country: BR\nelectricity_per_kwh: 450", "450 BRL, or 83.3 US dollars", "not a MWh"),
+        ("life_years: 60", "life_years is 60", "not months"),
+        ("air_rack_kw: 30000", "air_rack_kw is 30000", "not watts"),
+        ("network_share_of_price: 10", "is 10", "0.1 for 10 %"),
+        ("import_duty_share: 16", "is 16", "0.16 for 16 %"),
+        ("purchase_usd_per_gpu: {h200: 31}", "h200 is 31", "US dollars for one GPU"),
+        ("rental_usd_per_gpu_hour: {h200: 1400}", "h200 is 1400", "GPU and hour"),
         ("cooling: fan", "cooling is 'fan'", "auto, air, liquid"),
         ("currency: [1]", "currency is", "three letters"),
         ("currency: EUR", "currency is EUR", "set currency_per_usd and electricity_per_kwh"),

@@ -114,11 +114,48 @@ def test_copies_share_the_requests() -> None:
 
 
 def test_gpus_and_layout() -> None:
-    assert plan("llama-3.1-70b", gpu="h100", gpus=8).choice.layout.name == "tp8"
     assert plan("llama-3.1-70b", gpu="h100", gpus=8, layout="tp4").choice.layout.name == "tp4dp2"
     assert plan("llama-3.1-405b", gpu="h100", gpus=16, format="bf16").choice.layout.name == "tp8pp2"
     with pytest.raises(UsageError, match="takes 4 GPUs"):
         plan("llama-3.1-70b", gpu="h100", gpus=6, layout="tp4")
+
+
+def test_the_layout_of_so_many_gpus_is_the_one_whose_tokens_cost_least() -> None:
+    for workload in ({}, {"concurrency": 4}, {"rate": 5.0}):
+        chosen = plan("llama-3.1-70b", gpu="h100", gpus=8, format="fp8", **workload)
+        assert chosen.cost_per_million_tokens is not None
+        assert chosen.notices[0].key == "notice.layout"
+        assert chosen.to_dict()["notices"][0].startswith(f"{chosen.choice.layout.name} is chosen for 8 x H100 SXM")
+        for name in ("tp8", "tp4dp2", "tp2dp4"):
+            other = plan("llama-3.1-70b", gpu="h100", gpus=8, format="fp8", layout=name, **workload)
+            assert other.cost_per_million_tokens is not None
+            assert other.cost_per_million_tokens.value >= chosen.cost_per_million_tokens.value
+            assert "notice.layout" not in [notice.key for notice in other.notices]
+    few, most = (
+        plan("llama-3.1-70b", gpu="h100", gpus=8, format="fp8", concurrency=n).choice.layout for n in (1, None)
+    )
+    assert few.tensor > most.tensor
+
+
+def test_the_layout_of_what_is_compared_is_chosen_likewise() -> None:
+    result = plan("llama-3.1-70b", gpu="b200", gpus=8, format="nvfp4", compare=["fp8@h200", "fp8@16xh200", "h200:tp8"])
+    same, more, named = result.compared
+    assert same.choice.layout == plan("llama-3.1-70b", gpu="h200", gpus=8, format="fp8").choice.layout
+    assert more.choice.layout == plan("llama-3.1-70b", gpu="h200", gpus=16, format="fp8").choice.layout
+    assert named.choice.layout.name == "tp8"
+    kept = plan("llama-3.1-70b", gpu="b200", layout="tp4dp2", format="nvfp4", compare=["fp8@h200"]).compared[0]
+    assert kept.choice.layout.name == "tp4dp2"
+
+
+def test_a_layout_that_alone_serves_the_rate() -> None:
+    over = plan("llama-3.1-70b", gpu="h100", gpus=8, format="fp8", rate=500)
+    assert over.is_overloaded
+    assert over.notices[0].key == "notice.layout_overloaded"
+    shares = [
+        plan("llama-3.1-70b", gpu="h100", layout=name, format="fp8", rate=500).utilization
+        for name in ("tp8", "tp4dp2", "tp2dp4")
+    ]
+    assert over.utilization == min(share for share in shares if share is not None)
 
 
 def test_more_requests_than_fit_wait() -> None:
@@ -134,6 +171,99 @@ def test_a_rate_that_is_too_high() -> None:
     assert result.utilization > 1
     assert not result.meets_targets
     assert json.loads(json.dumps(result.to_dict()))["fits"]
+    assert result.cost_per_million_tokens is None
+    assert result.joules_per_output_token is None
+    assert result.wall_watts is not None
+    assert not [notice for notice in result.notices if notice.key.startswith("notice.no_price")]
+    assert result.enough is not None
+    wider, fewer = (
+        plan("llama-3.1-70b", gpu="h100", format="nvfp4", rate=1000, layout=f"tp1dp{n}")
+        for n in (result.enough.layout.replicas, result.enough.layout.replicas - 1)
+    )
+    assert fewer.is_overloaded
+    assert not wider.is_overloaded
+
+
+def test_at_a_rate_what_comes_out_is_what_was_asked_for() -> None:
+    result = plan("llama-3.1-70b", gpu="b200", format="nvfp4", kv_cache="fp8", layout="tp1", rate=1.0)
+    made, most = result.output_tokens_per_s, result.capacity_per_s
+    assert made is not None
+    assert most is not None
+    assert made.low == made.value == made.high == pytest.approx(1024)
+    assert most.low < most.value < most.high
+    assert result.utilization == pytest.approx(1024 / most.value)
+    near = plan(
+        "llama-3.1-70b", gpu="b200", format="nvfp4", kv_cache="fp8", layout="tp1", rate=0.95 / result.utilization
+    )
+    over = plan(
+        "llama-3.1-70b", gpu="b200", format="nvfp4", kv_cache="fp8", layout="tp1", rate=1.5 / result.utilization
+    )
+    assert near.output_tokens_per_s is not None
+    assert over.output_tokens_per_s is not None
+    assert near.output_tokens_per_s.value == pytest.approx(0.95 * most.value)
+    assert near.output_tokens_per_s.low == pytest.approx(most.low)  # if the prediction is too high
+    assert over.output_tokens_per_s.value == pytest.approx(most.value)
+    assert result.to_dict()["capacity_tokens_per_s"]["value"] == most.value
+
+
+def test_a_machine_that_idles_is_named() -> None:
+    def is_idle(**load: float) -> bool:
+        result = plan("llama-3.1-70b", gpu="b200", format="nvfp4", kv_cache="fp8", layout="tp1", **load)
+        return "notice.idle" in [notice.key for notice in result.notices]
+
+    assert is_idle(rate=0.2)
+    assert not is_idle(rate=3.0)
+    assert is_idle(concurrency=2)
+    assert not is_idle(concurrency=256)
+    assert not is_idle()
+
+
+def test_a_share_of_a_system_says_what_the_whole_costs() -> None:
+    (said,) = [n for n in plan("llama-3.1-70b", gpu="b200", format="nvfp4").notices if "sold_whole" in n.key]
+    whole = plan("llama-3.1-70b", gpu="b200", gpus=8, format="nvfp4")
+    assert whole.bill.cost is not None
+    assert whole.bill.cost.purchase is not None
+    assert said.key == "notice.sold_whole_cost"
+    assert said.values["cost"] == round(whole.bill.cost.purchase.total)
+    assert (said.values["gpus"], said.values["whole"], said.values["used"]) == (8, 8, 1)
+    assert not [n for n in whole.notices if "sold_whole" in n.key]
+    rack = plan("llama-3.1-70b", gpu="gb200", layout="tp1dp73", format="nvfp4")
+    assert [n.values["whole"] for n in rack.notices if "sold_whole" in n.key] == [144]
+    for card in ("l40s", "rtx-pro-6000", "dgx-spark"):
+        assert not [n for n in plan("llama-3.1-8b", gpu=card, format="nvfp4").notices if "sold_whole" in n.key]
+
+
+def test_a_gpu_that_nobody_measured_is_named() -> None:
+    def keys(gpu: str) -> list[str]:
+        return [notice.key for notice in plan("llama-3.1-8b", gpu=gpu, format="nvfp4").notices]
+
+    assert "notice.unmeasured" in keys("mi355x")
+    assert "notice.unmeasured" in keys("rtx-5090")
+    assert "notice.unmeasured" not in keys("b200")
+    assert "notice.unmeasured" not in keys("rubin")  # a banner says more
+
+
+def test_what_taxes_are_not_in_is_said(tmp_path: Path) -> None:
+    def keys(text: str) -> list[str]:
+        file = tmp_path / "my.yaml"
+        file.write_text(text)
+        return [notice.key for notice in plan("llama-3.1-8b", gpu="h200", assumptions=file).notices]
+
+    assert "notice.untaxed_rent" in keys("country: BR\nacquisition: rental\n")
+    assert "notice.untaxed_rent" not in keys("country: BR\nacquisition: rental\nrental_tax_share: 0.4\n")
+    assert "notice.untaxed_rent" not in keys("country: BR\n")
+    assert "notice.redata" in keys("country: BR\nredata: true\n")
+    assert "notice.redata" not in keys("country: BR\n")
+
+
+def test_windows_are_counted_beside_what_a_token_adds() -> None:
+    result = plan("gpt-oss-120b", gpu="b200", input=8000, output=2000)
+    assert result.kv_bytes_per_token == 36_864  # of 18 layers; the others are full
+    assert result.kv_bytes_per_sequence == 36_864 * 128
+    longer = plan("gpt-oss-120b", gpu="b200", input=8000, output=2640)
+    added = longer.memory.sequence_bytes - result.memory.sequence_bytes
+    assert added == pytest.approx(640 * result.kv_bytes_per_token)
+    assert plan("llama-3.1-8b", gpu="b200").kv_bytes_per_sequence == 0
 
 
 def test_bounds_say_how_far_away_the_next_ones_are() -> None:
@@ -229,6 +359,26 @@ def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
     assert "notice.no_power" in [notice.key for notice in result.notices]
     other = plan("llama-3.1-8b", gpu="h100", format="fp8", compare=[f"FP8@2x{file.rename(tmp_path / 'Mine.toml')}:tp2"])
     assert other.compared[0].choice.gpu.key == "Mine"
+
+
+def test_a_gpu_of_ones_own_has_a_price_by_its_key(tmp_path: Path) -> None:
+    """As the notice says that names the key."""
+    file, prices = tmp_path / "laptop.toml", tmp_path / "prices.yaml"
+    body = "memory_bytes = 25651314688\nbandwidth_tb_per_s = 0.896\npeak_tflops = { bf16 = 103 }\ntdp_watts = 150\n"
+    for text, key in ((body, "laptop"), (f"[gpu.rtx-5090-laptop]\n{body}", "rtx-5090-laptop")):
+        file.write_text(text)
+        without = plan("llama-3.1-8b", gpu=str(file), concurrency=4)
+        assert f"purchase_usd_per_gpu: {{{key}: ...}}" in " ".join(without.to_dict()["notices"])
+        prices.write_text(f"purchase_usd_per_gpu: {{{key}: 2500}}\n")
+        result = plan("llama-3.1-8b", gpu=str(file), concurrency=4, assumptions=prices)
+        assert result.bill.cost is not None
+        assert result.bill.cost.purchase is not None
+        assert result.bill.cost.purchase.price == pytest.approx(2500 * 1.1)
+        beside = plan("llama-3.1-8b", gpu="h100", concurrency=4, assumptions=prices, compare=[f"bf16@{file}"])
+        assert beside.compared[0].cost_per_million_tokens is not None
+    with pytest.raises(UsageError, match="no GPU 'rtx-5090-laptop'") as caught:
+        plan("llama-3.1-8b", gpu="h100", assumptions=prices)
+    assert "--gpu my.toml" in caught.value.hint
 
 
 def test_bytes_of_a_checkpoint_are_its_files(golden_checkpoint) -> None:

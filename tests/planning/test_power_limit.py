@@ -14,7 +14,7 @@ from tests.planning.test_predict import published, rows
 
 
 def h200(watts: float | None) -> Gpu:
-    return with_power_limit(find_gpu("h200"), watts, 0.18)
+    return with_power_limit(find_gpu("h200"), watts, 0.18, 0.68)
 
 
 def test_the_clock() -> None:
@@ -23,7 +23,9 @@ def test_the_clock() -> None:
     assert less.value / whole.value == pytest.approx(0.652**0.5, rel=1e-3)
     assert less.low / whole.low == pytest.approx(0.652, rel=1e-3)
     assert less.high / whole.high == pytest.approx(0.652 ** (1 / 3), rel=1e-3)
-    assert h200(500).bandwidth == h200(None).bandwidth
+    assert h200(610).bandwidth.value == h200(None).bandwidth.value  # reading draws 602 W
+    assert h200(500).bandwidth.value / h200(None).bandwidth.value == pytest.approx(374 / 476)
+    assert h200(500).bandwidth.high == h200(None).bandwidth.high
     assert h200(500).name == "H200 SXM at 500 W"
     assert h200(700) == h200(900) == h200(None)
 
@@ -38,17 +40,28 @@ def test_the_system_that_ran_so_lies_inside() -> None:
     assert found.value < predict(d, work).tokens_per_s_per_gpu.value
 
 
-def test_what_reading_memory_binds_keeps_its_speed() -> None:
-    slow, usual = (plan("llama-3.1-70b", gpu="h200", format="fp8", concurrency=1, power_limit=w) for w in (500, None))
-    assert slow.itl_ms is not None
-    assert usual.itl_ms is not None
-    assert slow.itl_ms.value == pytest.approx(usual.itl_ms.value, rel=0.02)
-    assert slow.itl_ms.high >= usual.itl_ms.high
+def test_what_reading_memory_binds_keeps_its_speed_while_its_power_is_there() -> None:
+    def itl_ms(watts: float | None) -> float:
+        found = plan("llama-3.1-70b", gpu="h200", format="fp8", concurrency=1, power_limit=watts).itl_ms
+        assert found is not None
+        return found.value
+
+    assert itl_ms(610) == pytest.approx(itl_ms(None), rel=0.02)
+    assert itl_ms(500) > 1.1 * itl_ms(None)
     busy = plan("llama-3.1-70b", gpu="h200", format="fp8", power_limit=500)
     free = plan("llama-3.1-70b", gpu="h200", format="fp8")
     assert busy.itl_ms is not None
     assert free.itl_ms is not None
     assert busy.itl_ms.value > 1.1 * free.itl_ms.value
+
+
+def test_what_draws_more_than_the_limit_saves_no_energy() -> None:
+    plans = [plan("llama-3.1-70b", gpu="h200", format="fp8", concurrency=1, power_limit=w) for w in (None, 400, 250)]
+    joules = [one.joules_per_output_token.value for one in plans if one.joules_per_output_token is not None]
+    costs = [one.cost_per_million_tokens.value for one in plans if one.cost_per_million_tokens is not None]
+    assert joules == sorted(joules)
+    assert costs == sorted(costs)
+    assert len(joules) == len(costs) == 3
 
 
 def test_boards_stay_at_the_limit_and_the_plan_says_so() -> None:
@@ -74,5 +87,5 @@ def test_no_limit_to_work_at(watts: float) -> None:
     with pytest.raises(UsageError, match="--power-limit"):
         plan("llama-3.1-8b", gpu="h200", power_limit=watts)
     with pytest.raises(UsageError, match="its power is not known"):
-        with_power_limit(replace(find_gpu("h200"), tdp_watts=None), 500, 0.18)
+        with_power_limit(replace(find_gpu("h200"), tdp_watts=None), 500, 0.18, 0.68)
     assert limited(load_assumptions(), None) == load_assumptions()

@@ -1,5 +1,7 @@
 """Finding what meets targets. Needs nothing."""
 
+import re
+
 import pytest
 
 from blockscale.errors import CheckFailed, UsageError
@@ -10,6 +12,7 @@ from blockscale.planning.hardware.catalogue import find_gpu
 from blockscale.planning.models.model import Model, find_model
 from blockscale.planning.money.assumptions import load_assumptions
 from blockscale.planning.planner import plan
+from blockscale.planning.speed.native import is_native
 from blockscale.planning.speed.predict import Workload, default_priors
 
 
@@ -37,7 +40,10 @@ def test_one_configuration_alone_agrees_with_the_search() -> None:
     result = plan("llama-3.1-70b", gpu="b200", ttft_ms=800, itl_ms=30, rate=10)
     assert result.search is not None
     best = result.search.found[0]
-    alone = plan("llama-3.1-70b", gpu="b200", format=best.choice.format, layout=best.choice.layout.name, rate=10)
+    choice = best.choice
+    alone = plan(
+        "llama-3.1-70b", gpu="b200", format=choice.format, kv_cache=choice.cache, layout=choice.layout.name, rate=10
+    )
     assert alone.itl_ms == best.itl_ms
     assert alone.ttft_ms == best.ttft_ms
 
@@ -103,6 +109,59 @@ def test_nothing_is_quick_enough() -> None:
     with pytest.raises(CheckFailed) as caught:
         plan("llama-3.1-405b", gpu="rtx-4090", format="bf16", itl_ms=100)
     assert "no configuration holds the model" in caught.value.hint
+
+
+def test_too_few_gpus_for_the_rate_says_how_many_would_do() -> None:
+    """That the model does not fit would be untrue."""
+    options = {"gpu": "b200", "format": "nvfp4", "itl_ms": 30, "ttft_ms": 1000, "rate": 60}
+    with pytest.raises(CheckFailed) as caught:
+        plan("llama-3.1-70b", gpus=2, **options)
+    said = re.search(r"2 GPUs are too few for this load; the fewest that are enough: (\d+) x B200", caught.value.hint)
+    assert said is not None
+    enough = plan("llama-3.1-70b", objective="gpus", **options)
+    assert enough.num_gpus == int(said[1]) > 2
+    with pytest.raises(CheckFailed, match="none of"):
+        plan("llama-3.1-70b", gpus=enough.num_gpus - 1, **options)
+
+
+def test_sure_targets_are_sized_for_the_unfavourable_end() -> None:
+    options = {"gpu": "b200", "itl_ms": 30, "ttft_ms": 1000, "rate": 20}
+    likely, sure = (plan("llama-3.1-70b", sure=is_sure, **options) for is_sure in (False, True))
+    assert likely.search is not None
+    assert sure.search is not None
+    assert not all(found.is_sure for found in likely.search.found)
+    assert all(found.is_sure for found in sure.search.found)
+    assert all(target.is_sure for target in sure.targets)
+    assert sure.cost_per_million_tokens is not None
+    assert likely.cost_per_million_tokens is not None
+    assert sure.cost_per_million_tokens.value > likely.cost_per_million_tokens.value
+    with pytest.raises(UsageError, match="--sure without a target"):
+        plan("llama-3.1-70b", gpu="b200", sure=True)
+
+
+def test_gpus_without_a_price_are_named_and_not_ranked() -> None:
+    result = plan("llama-3.1-8b", itl_ms=20, rate=20)
+    assert result.search is not None
+    assert "MI300X" in result.search.unranked
+    assert all(found.cost_per_million_tokens is not None for found in result.search.found)
+    said = next(text for text in result.to_dict()["notices"] if "without a price are not ranked" in text)
+    assert said.startswith(f"{len(result.search.unranked)} GPUs")
+    by_count = plan("llama-3.1-8b", itl_ms=20, rate=20, objective="gpus").search
+    assert by_count is not None
+    assert by_count.unranked == ()
+
+
+def test_the_cache_of_a_search_is_fp8_where_it_is_native() -> None:
+    found = plan("llama-3.1-8b", itl_ms=20, rate=20, objective="gpus")
+    assert found.search is not None
+    for one in found.search.found:
+        assert one.choice.cache == ("fp8" if is_native(one.choice.gpu, "fp8") else "bf16")
+    assert {one.choice.cache for one in found.search.found} == {"fp8", "bf16"}
+    own = plan("llama-3.1-8b", gpu="h200", itl_ms=20, rate=20)
+    assert "notice.cache" in [notice.key for notice in own.notices]
+    asked = plan("llama-3.1-8b", gpu="h200", itl_ms=20, rate=20, kv_cache="bf16")
+    assert asked.choice.cache == "bf16"
+    assert "notice.cache" not in [notice.key for notice in asked.notices]
 
 
 def test_no_search_for_a_model_without_tokens() -> None:

@@ -48,7 +48,7 @@ class Calibrations:
         said = [error, *found.notices]
         if not found.holds(d.layout):
             said.append(
-                f"the calibration has seen {', '.join(found.layouts)}, and not {replica_of(d.layout).name}: intervals are "
+                f"the calibration has seen {', '.join(found.layouts)}, not {replica_of(d.layout).name}: intervals are "
                 "as without one"
             )
         beyond = "" if sequences is None or found.reach is None else found.reach.beyond(sequences, workload)

@@ -8,6 +8,7 @@ from typing import Any
 from blockscale.checkpoint.faults import raise_first
 from blockscale.checkpoint.groups import expert_set
 from blockscale.checkpoint.structure import DRAFT, HEAD, ROUTER, TOWER, kept_reason, layer_number, text_config
+from blockscale.inspection.collection import no_collection
 from blockscale.inspection.reading import read_folder
 from blockscale.inspection.weights import stored_weights
 from blockscale.planning.models.architecture import Architecture, Part, from_config
@@ -19,6 +20,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _KNOWN = {"bf16": "bf16", "fp16": "bf16", "fp32": "bf16", "fp8": "fp8", "fp8-channel": "fp8", "mxfp4": "mxfp4"}
 
 
+@no_collection()
 def read_model(path: Path) -> tuple[Architecture, Weights]:
     """CheckpointError for a folder that is none; UsageError for a config without a field that the formulas need.
 

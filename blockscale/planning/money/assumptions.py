@@ -9,9 +9,8 @@ Package defaults, then the country's profile, then the user's file: the later wi
 """
 
 import difflib
-import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -22,9 +21,9 @@ import yaml
 
 from blockscale.errors import UsageError
 from blockscale.planning.hardware.catalogue import Figure, catalogue, find_gpu
+from blockscale.planning.money.checks import PRICES, check_price, check_size, check_tariff, positive, what_is_wrong
 
 DEFAULT_COUNTRY = "US"
-TIERS = ("hyperscaler", "neocloud", "rental_3_years")
 
 
 @dataclass(frozen=True)
@@ -92,90 +91,6 @@ class Assumptions:
         return self.rental_usd_per_gpu_hour.get(gpu_key)
 
 
-Check = Callable[[Any], str]  # what is wrong with a value; empty: nothing
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _share(value: Any) -> str:
-    return "" if _is_number(value) and 0 <= value <= 1 else "a share from 0 to 1"
-
-
-def _positive_share(value: Any) -> str:
-    return "" if _is_number(value) and 0 < value <= 1 else "a share above 0, up to 1"
-
-
-def _part(value: Any) -> str:
-    return "" if _is_number(value) and 0 <= value < 1 else "a share from 0 to below 1"
-
-
-def _amount(value: Any) -> str:
-    return "" if _is_number(value) and value >= 0 else "a number, 0 or more"
-
-
-def _positive(value: Any) -> str:
-    return "" if _is_number(value) and value > 0 else "a positive number"
-
-
-def _limit(value: Any) -> str:
-    return "" if value is None else _positive(value) and "a positive number or null"
-
-
-def _pue(value: Any) -> str:
-    return "" if _is_number(value) and 1 <= value <= 5 else "total over IT power, from 1 to 5"
-
-
-def _whole(value: Any) -> str:
-    return "" if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "a positive whole number"
-
-
-def _switch(value: Any) -> str:
-    return "" if isinstance(value, bool) else "true or false"
-
-
-def _currency(value: Any) -> str:
-    is_code = isinstance(value, str) and len(value) == 3 and value.isalpha() and value.isupper()
-    return "" if is_code else "a code of three letters, as BRL"
-
-
-def _one_of(*known: str) -> Check:
-    return lambda value: "" if value in known else "one of " + ", ".join(known)
-
-
-# What a value must be, where its name does not say it all.
-_CHECKS: dict[str, Check] = {
-    "gpu_power_limit_watts": _limit,
-    "compute_power_share": _amount,
-    "power_supply_efficiency_share": _positive_share,
-    "cooling": _one_of("auto", "air", "liquid"),
-    "pue_air": _pue,
-    "pue_liquid": _pue,
-    "air_rack_kw": _positive,
-    "liquid_rack_kw": _positive,
-    "gpus_per_server": _whole,
-    "acquisition": _one_of("purchase", "rental"),
-    "rental_tier": _one_of(*TIERS),
-    "network_share_of_price": _amount,
-    "life_years": _positive,
-    "residual_share": _part,
-    "utilization_share": _positive_share,
-    "currency": _currency,
-    "currency_per_usd": _positive,
-    "freight_insurance_share": _amount,
-    "import_duty_share": _amount,
-    "excise_share": _amount,
-    "federal_contributions_share": _amount,
-    "inside_tax_share": _part,
-    "sales_tax_share": _amount,
-    "redata": _switch,
-    "rental_tax_share": _amount,
-    "server_watts_per_gpu": _amount,
-    "hosting_usd_per_kw_month": _amount,
-    "electricity_per_kwh": _amount,
-}
-_PRICES = ("purchase_usd_per_gpu", "rental_usd_per_gpu_hour")
 _KEYS = tuple(f.name for f in fields(Assumptions) if f.name not in ("records", "country"))
 
 
@@ -199,10 +114,10 @@ def load_assumptions(
     _check_currency(given, records, str(path))
     if "redata" in given and given["redata"].value and code != "BR":
         raise UsageError(f"{path}: redata is Brazil's, and the country is {code}", hint="country: BR, or leave it out")
-    records |= {key: record for key, record in given.items() if key not in _PRICES}
-    _check_tariff({key: record.value for key, record in records.items()}, str(path))
+    records |= {key: record for key, record in given.items() if key not in PRICES}
+    check_tariff({key: record.value for key, record in records.items()}, str(path))
     tier = records["rental_tier"].value
-    tables = {_PRICES[0]: _purchases(), _PRICES[1]: _rentals(tier)}
+    tables = {PRICES[0]: _purchases(), PRICES[1]: _rentals(tier)}
     for key, table in tables.items():
         for gpu, price in given[key].value.items() if key in given else ():
             table[gpu] = replace(given[key], key=f"{key}.{gpu}", value=price)
@@ -218,7 +133,7 @@ def limited(assumptions: Assumptions, watts: float | None) -> Assumptions:
     if watts is None:
         return assumptions
     key = "gpu_power_limit_watts"
-    wrong = _limit(watts)
+    wrong = what_is_wrong(key, watts)
     if wrong:
         raise UsageError(f"--power-limit {watts}", hint=wrong.replace(" or null", ""))
     own = Record(key, watts, "", "--power-limit", "option")
@@ -233,8 +148,8 @@ def countries() -> tuple[str, ...]:
 
 def records_for(assumptions: Assumptions, gpu_keys: tuple[str, ...]) -> tuple[Record, ...]:
     """Those that a plan for these GPUs rests on: without the prices of others, and of what is not chosen."""
-    unused = _PRICES[0] if assumptions.acquisition == "rental" else _PRICES[1]
-    wanted = {f"{key}.{gpu}" for key in _PRICES if key != unused for gpu in gpu_keys}
+    unused = PRICES[0] if assumptions.acquisition == "rental" else PRICES[1]
+    wanted = {f"{key}.{gpu}" for key in PRICES if key != unused for gpu in gpu_keys}
     return tuple(r for r in assumptions.records if "." not in r.key or r.key in wanted)
 
 
@@ -246,7 +161,7 @@ def to_yaml(assumptions: Assumptions) -> str:
             entry = {"value": r.value, "date": r.date, "source": r.source}
             flow = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
             lines.append(f"{r.key}: {flow.strip()}")
-    for key in _PRICES:
+    for key in PRICES:
         lines.append(f"{key}:")
         for r in assumptions.records:
             if r.key.startswith(key + "."):
@@ -299,57 +214,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _checked(key: str, entry: Any, where: str, described: tuple[str, ...]) -> Record:
     """The user's value, of the right kind and of a size that its unit can have."""
-    if key in _PRICES:
+    if key in PRICES:
         return _price_table(key, entry, where, described)
     record = _record(key, entry, "file")
-    check = _CHECKS.get(key, _share)
-    wrong = check(record.value)
+    wrong = what_is_wrong(key, record.value)
     if wrong:
         raise UsageError(f"{where}: {key} is {record.value!r}", hint=f"{key}: {wrong}")
-    _check_size(key, record.value, where)
+    check_size(key, record.value, where)
     return record
-
-
-# What no value of a key comes near, and the unit that it was probably taken for another of.
-_MOST: dict[str, tuple[float, str]] = {
-    "gpu_power_limit_watts": (20_000, "watts of one GPU's board"),
-    "compute_power_share": (2, "a share of TDP: 1.0, not 100"),
-    "server_watts_per_gpu": (20_000, "watts a GPU, not of the whole"),
-    "air_rack_kw": (1_000, "kilowatts, not watts"),
-    "liquid_rack_kw": (2_000, "kilowatts, not watts"),
-    "gpus_per_server": (1_024, "GPUs in one server"),
-    "network_share_of_price": (2, "a share of the price: 0.1 for 10 %"),
-    "life_years": (30, "years, not months"),
-    "hosting_usd_per_kw_month": (5_000, "US dollars for a kW and month"),
-    "freight_insurance_share": (2, "a share of the price: 0.02 for 2 %"),
-    "import_duty_share": (2, "a share of the value: 0.16 for 16 %"),
-    "excise_share": (2, "a share of the value: 0.05 for 5 %"),
-    "federal_contributions_share": (2, "a share of the value: 0.1175 for 11.75 %"),
-    "sales_tax_share": (2, "a share of the value: 0.21 for 21 %"),
-    "rental_tax_share": (2, "a share of the rent: 0.4 for 40 %"),
-}
-_MOST_USD_PER_KWH = 5.0
-_PRICE_USD = {
-    _PRICES[0]: (100.0, 2e6, "US dollars for one GPU with its share of the server"),
-    _PRICES[1]: (0.01, 200.0, "US dollars for one GPU and hour"),
-}
-
-
-def _check_size(key: str, value: Any, where: str) -> None:
-    most, unit = _MOST.get(key, (math.inf, ""))
-    if isinstance(value, int | float) and value > most:
-        raise UsageError(f"{where}: {key} is {value:g}, more than any", hint=f"{key}: {unit}")
-
-
-def _check_tariff(values: Mapping[str, Any], where: str) -> None:
-    """In the country's currency, whatever it is worth."""
-    usd = values["electricity_per_kwh"] / values["currency_per_usd"]
-    if usd > _MOST_USD_PER_KWH:
-        raise UsageError(
-            f"{where}: electricity_per_kwh is {values['electricity_per_kwh']:g} {values['currency']}, or {usd:.3g} US "
-            "dollars",
-            hint="electricity_per_kwh: money for a kWh, not a MWh; a tariff by the MWh is a thousand times as much",
-        )
 
 
 def _price_table(key: str, entry: Any, where: str, described: tuple[str, ...]) -> Record:
@@ -361,16 +233,14 @@ def _price_table(key: str, entry: Any, where: str, described: tuple[str, ...]) -
     for name, value in entry.items():
         gpu = _priced_gpu(str(name), where, key, described)
         is_range = isinstance(value, Mapping) and set(value) == {"value", "low", "high"}
-        numbers = [value[n] for n in ("low", "value", "high")] if is_range and key == _PRICES[0] else [value]
-        if any(_positive(number) for number in numbers) or numbers != sorted(numbers):
+        numbers = [value[n] for n in ("low", "value", "high")] if is_range and key == PRICES[0] else [value]
+        if any(positive(number) for number in numbers) or numbers != sorted(numbers):
             raise UsageError(
                 f"{where}: {key}.{name} is {value!r}", hint="a positive number, or value, low and high of a purchase"
             )
         ends = [float(number) for number in numbers]
-        least, most, unit = _PRICE_USD[key]
-        if not least <= min(ends) <= max(ends) <= most:
-            raise UsageError(f"{where}: {key}.{name} is {value!r}, which is no price of one GPU", hint=unit)
-        prices[gpu] = Figure(ends[len(ends) // 2], ends[0], ends[-1]) if key == _PRICES[0] else ends[0]
+        check_price(key, min(ends), max(ends), f"{where}: {key}.{name}")
+        prices[gpu] = Figure(ends[len(ends) // 2], ends[0], ends[-1]) if key == PRICES[0] else ends[0]
     return Record(key, prices, "", "your file", "file")
 
 
@@ -435,7 +305,7 @@ def _purchases() -> dict[str, Record]:
     found = {gpu: entry["purchase_usd"] for gpu, entry in _prices().items() if "purchase_usd" in entry}
     return {
         gpu: Record(
-            f"{_PRICES[0]}.{gpu}",
+            f"{PRICES[0]}.{gpu}",
             Figure(float(price["value"]), float(price["low"]), float(price["high"])),
             price["date"],
             f"{price['source']} (confidence: {price['confidence']})",
@@ -449,6 +319,6 @@ def _rentals(tier: str) -> dict[str, Record]:
     found = {gpu: entry["rental_usd_per_hour"] for gpu, entry in _prices().items() if "rental_usd_per_hour" in entry}
     source = f"InferenceX price book, {tier.replace('_', ' ')}"
     return {
-        gpu: Record(f"{_PRICES[1]}.{gpu}", float(price[tier]), "2026-04", source, "default")
+        gpu: Record(f"{PRICES[1]}.{gpu}", float(price[tier]), "2026-04", source, "default")
         for gpu, price in found.items()
     }
