@@ -72,9 +72,11 @@ def run(args: argparse.Namespace) -> None:
     from blockscale.planning.planner import plan  # not through api, which imports torch
 
     if args.show_assumptions:
+        from blockscale.planning.hardware.catalogue import find_gpu
         from blockscale.planning.money.assumptions import load_assumptions, to_yaml
 
-        print(to_yaml(load_assumptions(args.assumptions, args.country)), end="")
+        described = () if args.gpu is None else (find_gpu(args.gpu).key,)
+        print(to_yaml(load_assumptions(args.assumptions, args.country, described)), end="")
         return
     options = {k: v for k, v in vars(args).items() if k not in ("verb", "json", "show_assumptions")}
     result = plan(**options)

@@ -14,9 +14,11 @@ from blockscale.planning.answer.choice import (
     check_format,
     check_gpus,
     compared_gpu,
+    default_layout,
     deploy,
     filled,
     parse_wanted,
+    weights_in,
 )
 from blockscale.planning.answer.language import language as words
 from blockscale.planning.answer.plan import Targets, check_workload, make_plan
@@ -108,9 +110,11 @@ def plan(
     known = Calibrations(engine, engine_version, None if calibration_file is None else Path(calibration_file))
     if calibrate and own is not None:
         fmt = format or found.stored_format
-        measured = Wanted(own, fmt, cache or "bf16", gpus, fixed or measured_layout(calibrate))
-        known.add(calibrate, deploy(found, _resolved(asked, measured, known, money)[0]))
-        fixed = measured.layout if not is_search else fixed
+        weights = weights_in(found, fmt).num_bytes
+        usual = default_layout(found.architecture, own, gpus or 1, weights)
+        measured = filled(fixed or measured_layout(calibrate) or usual, gpus, found.architecture)
+        known.add(calibrate, deploy(found, Choice(own, measured, fmt, cache or "bf16")))
+        fixed = fixed if is_search else measured
     if is_search:
         space = Space(
             gpus=tuple(_at_limit(one, money) for one in buyable()) if own is None else (own,),

@@ -1,6 +1,7 @@
 """`blockscale plan` and `blockscale doctor` as a user meets them. Needs nothing."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,12 +29,55 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = out.splitlines()
     assert lines[0] == "llama-3.1-70b on 1 x H200 SXM"
     assert "widened to bf16" in out
-    assert next(line for line in lines if line.startswith("weights ")).split()[1:3] == ["42.71", "GB,"]
-    assert next(line for line in lines if line.startswith("ITL ")).count(",") == 1
+    assert next(line for line in lines if line.startswith("weights ")).split()[1:5] == ["42.71", "GB", "by", "formula,"]
+    assert next(line for line in lines if line.startswith("ITL, mean ")).count(",") == 2
     assert "active" in out
     assert "x away" in out
     assert "80 % intervals" in lines[-2]
     assert "assumptions for US" in lines[-1]
+
+
+def figures(out: str) -> dict[str, list[str]]:
+    """The table of figures: name -> what stands beside it, a cell a configuration."""
+    table = next(part for part in out.split("\n\n") if "\nfits " in part)
+    cells = (re.split(r"  +", line.strip()) for line in table.splitlines()[1:])
+    return {name: others for name, *others in cells}
+
+
+def test_a_rate_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "llama-3.1-70b", "--gpu", "b200", "--format", "nvfp4", "--kv-cache", "fp8", "--rate")
+    out = printed(capsys, *argv, 4)
+    said = {name: cells[0] for name, cells in figures(out).items()}
+    assert said["output tokens/s"] == "4,100"  # no interval: it is what is asked for
+    assert said["capacity, output tokens/s"].endswith("]")
+    assert re.fullmatch(r"\d\d % of what it can serve", said["load"])
+    assert said["racks"] == "1: 1 x DGX B200, 14.3 kW nameplate in all"
+    assert "on average" in out
+    assert "note: DGX B200 is sold whole, with 8 GPUs" in out
+    assert "that idles" not in out
+    assert "that idles" in printed(capsys, *argv, 0.1)
+
+
+def test_a_rate_that_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "llama-3.1-70b", "--gpu", "b200", "--format", "nvfp4", "--layout", "tp1", "--rate", 20)
+    out = printed(capsys, *argv, "--compare", "fp8@8xb200")
+    cells = figures(out)
+    assert cells["load"][0].startswith("cannot serve this rate")
+    assert cells["load"][1].endswith("of what it can serve")
+    assert cells["TTFT, mean"][0] == "grows without end"
+    for name in ("USD a million output tokens", "J an output token, at the wall", "USD to buy"):
+        assert cells[name][0] == "-"
+        assert cells[name][1] != "-"
+    assert re.search(r"this rate cannot be served.*\n?\d GPUs as tp1dp\d would serve it", out)
+
+
+def test_targets_that_are_met_but_not_surely(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", "llama-3.1-70b", "--gpu", "h200", "--layout", "tp1", "--format", "fp8", "--concurrency", 8)
+    out = printed(capsys, *argv, "--itl-ms", 25)
+    assert "met at the prediction, but not at the unfavourable end of the 80 % intervals" in out
+    assert main([str(a) for a in (*argv, "--itl-ms", 25, "--sure")]) == 1
+    assert "not surely met: ITL 25 ms" in capsys.readouterr().err
+    assert "unfavourable end of the 80 % intervals, too" in printed(capsys, *argv, "--itl-ms", 60, "--sure")
 
 
 def test_json_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,22 @@ def test_a_rate_that_leaves_gpus_standing_still_draws_less() -> None:
     assert served_tokens_per_s(d, predict(d, swamped)).value < 50_000
 
 
+def test_stages_that_stand_still_draw_little() -> None:
+    """With one request, one of four stages works at a time."""
+    staged = llama(layout="pp4")
+    idle = 4 * 180
+    few, many = (power(staged, predict(staged, Workload(1024, 1024, n))).board_watts.value for n in (1, 256))
+    one = power(llama(), predict(llama(), Workload(1024, 1024, 1))).board_watts.value
+    assert few - idle == pytest.approx(one - 180, rel=0.15)
+    assert many > 2 * few
+
+
+def test_replicas_that_stand_still_draw_little() -> None:
+    one, four = llama(), llama(layout="tp1dp4")
+    alone, spread = (power(d, predict(d, Workload(1024, 1024, 1))).board_watts.value for d in (one, four))
+    assert spread - 4 * 180 == pytest.approx(alone - 180)
+
+
 def test_a_power_limit_holds() -> None:
     p = drawn(gpu_power_limit_watts=400.0)
     assert p.is_limited

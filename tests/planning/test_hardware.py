@@ -86,6 +86,27 @@ def test_a_file_that_makes_no_sense(text: str, what: str, tmp_path: Path) -> Non
         read_gpu(tmp_path / "absent.toml")
 
 
+@pytest.mark.parametrize(
+    ("change", "what", "unit"),
+    [
+        ("memory_bytes = 96", "memory_bytes", "bytes: 96 GB"),
+        ("bandwidth_tb_per_s = 1792", "bandwidth_tb_per_s", "TB/s: 1792 GB/s are 1.792"),
+        ("peak_tflops = { bf16 = 2_000_000_000_000_000 }", "peak_tflops", "TFLOP/s"),
+        ("tdp_watts = 0.7", "tdp_watts", "watts of one board"),
+        ("link = { gb_per_s = 900_000_000_000, domain = 8 }", "link.gb_per_s", "GB/s of a GPU"),
+        ("system = { name = 'box', gpus = 8, kw = 10200 }", "system.kw", "kilowatts of the system"),
+    ],
+)
+def test_figures_in_another_unit(change: str, what: str, unit: str, tmp_path: Path) -> None:
+    entry = {"memory_bytes": "96e9", "bandwidth_tb_per_s": "1.8", "peak_tflops": "{ bf16 = 500 }"}
+    name, value = change.split(" = ", 1)
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(f"{key} = {text}" for key, text in {**entry, name: value}.items()))
+    with pytest.raises(UsageError, match=f"{what} of mine is far from any GPU's") as caught:
+        read_gpu(file)
+    assert unit in caught.value.hint
+
+
 def test_ranges_of_announced_gpus_widen_what_is_predicted() -> None:
     """Between 13 and 22 TB/s, and between a peak and twice of it, no interval is that of a GPU that was measured."""
     rubin, b200 = (plan("llama-3.1-8b", gpu=name) for name in ("rubin", "b200"))

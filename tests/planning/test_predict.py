@@ -14,7 +14,7 @@ from blockscale.planning.models.model import presets
 from blockscale.planning.models.weights import PartWeights, Weights, weights_of
 from blockscale.planning.speed.layout import parse_layout
 from blockscale.planning.speed.predict import Prediction, Workload, default_priors, predict
-from blockscale.planning.speed.roofline import Deployment, decode_step, expert_coverage, prefill
+from blockscale.planning.speed.roofline import Deployment, decode_step, expert_coverage, prefill, serve
 
 VALIDATION = Path(__file__).parents[1] / "golden" / "planning" / "validation.csv"
 GPUS = {"B200 SXM": "b200", "H100 SXM": "h100", "H200 SXM": "h200", "GB200": "gb200"}
@@ -127,6 +127,29 @@ def test_more_than_is_admitted_waits() -> None:
     assert many.waiting == 5000 - many.sequences
     assert many.sequences == many.memory.max_sequences
     assert many.ttft_s.value > 10 * few.ttft_s.value
+
+
+def test_fewer_requests_than_replicas_leave_some_standing_still() -> None:
+    one, four = (predict(llama(layout=layout), Workload(1024, 1024, 1)) for layout in ("tp1", "tp1dp4"))
+    assert four.itl_s == one.itl_s
+    assert 4 * four.tokens_per_s_per_gpu.value == pytest.approx(one.tokens_per_s_per_gpu.value)
+
+
+def test_stages_work_on_prompts_of_different_requests_at_once() -> None:
+    """The latency of one prompt is the sum of all stages; what many take of each step is the work of one stage."""
+    whole, staged = llama("h200", "fp8", "tp1"), llama("h200", "fp8", "pp4")
+    e = default_priors().efficiency
+    assert prefill(staged, e, 4096).compute == prefill(whole, e, 4096).compute
+    busy, decode = serve(staged, e, 64, 4096, 64), decode_step(staged, e, 64, 4096 + 32)
+    work = prefill(staged, e, 4096).compute * 64 / 64
+    assert busy.step.compute - decode.compute == pytest.approx(work / 4)
+    assert busy.busy == 1
+    alone = serve(staged, e, 1, 4096, 64)  # one request finds the other stages standing still
+    assert alone.busy == 0.25
+    assert alone.step.compute - decode_step(staged, e, 1, 4096 + 32).compute == pytest.approx(work / 64)
+    # four stages of long prompts make about four times what one GPU makes, each at its own full batch
+    single = serve(whole, e, 16, 4096, 64)
+    assert 3 < busy.tokens_per_s / single.tokens_per_s < 4.5
 
 
 def test_a_rate_fills_the_batch_or_the_queue() -> None:

@@ -27,12 +27,13 @@ def results() -> dict[str, PlanResult]:
         "searched": plan("llama-3.1-8b", ttft_ms=500, itl_ms=20, rate=20),
         "too large": plan("llama-3.1-405b", gpu="h200", format="bf16"),
         "overloaded": plan("llama-3.1-70b", gpu="h100", format="nvfp4", rate=1000),
+        "at a rate": plan("llama-3.1-70b", gpu="b200", gpus=8, format="nvfp4", rate=4.0, compare=["fp8@1xh200"]),
         "no tokens": plan("flux.1-dev", gpu="rtx-4090", format="nvfp4"),
         "roadmap": plan("llama-3.1-8b", gpu="rubin", format="nvfp4"),
     }
 
 
-NAMES = ("one", "compared", "searched", "too large", "overloaded", "no tokens", "roadmap")
+NAMES = ("one", "compared", "searched", "too large", "overloaded", "at a rate", "no tokens", "roadmap")
 
 
 @pytest.mark.parametrize("code", LANGUAGES)
@@ -65,6 +66,17 @@ def test_brazilian_portuguese(results: dict[str, PlanResult]) -> None:
     sentences = [line for line in english.splitlines() if len(line.split()) > 5 and not line.startswith("1 x ")]
     assert len(sentences) > 5
     assert not [line for line in sentences if line in text]
+
+
+def test_a_rate_and_what_cannot_serve_it(results: dict[str, PlanResult]) -> None:
+    text = Page(render_plan(results["at a rate"], "en", DAY)).text
+    assert re.search(r"\d+ % of what it can serve", text)
+    assert "cannot serve this rate" in text
+    assert "grows without end" in text
+    assert "is chosen for 8 x B200" in text
+    portuguese = Page(render_plan(results["at a rate"], "pt-BR", DAY)).text
+    assert "não atende a essa taxa" in portuguese
+    assert "foi escolhida para 8 x B200" in portuguese
 
 
 def test_plots_are_drawn(results: dict[str, PlanResult]) -> None:

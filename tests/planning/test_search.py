@@ -125,7 +125,7 @@ def test_too_few_gpus_for_the_rate_says_how_many_would_do() -> None:
 
 
 def test_sure_targets_are_sized_for_the_unfavourable_end() -> None:
-    options = {"gpu": "b200", "itl_ms": 30, "ttft_ms": 1000, "rate": 20}
+    options = {"gpu": "b200", "itl_ms": 12, "ttft_ms": 600, "rate": 20}
     likely, sure = (plan("llama-3.1-70b", sure=is_sure, **options) for is_sure in (False, True))
     assert likely.search is not None
     assert sure.search is not None

@@ -28,11 +28,11 @@ class _Served:
     figure: float
 
     @property
-    def rank(self) -> tuple[bool, float, bool, float, float]:
-        """What serves the load, within the targets, at the least figure; then the quickest."""
+    def rank(self) -> tuple[bool, float, bool, float]:
+        """What serves the load, within the targets, at the least figure."""
         p = self.prediction
         over = (p.utilization or 0.0) if p.is_overloaded else 0.0
-        return p.is_overloaded, over, self.excess > 1, self.figure, p.itl_s.value
+        return p.is_overloaded, over, self.excess > 1, self.figure
 
 
 def best_layout(
@@ -56,8 +56,17 @@ def best_layout(
             served.append(_Served(layout, p, excess_over(targets, p), _figure(d, p, assumptions)))
     if not served:
         return usual, ()
-    best, *others = sorted(served, key=lambda one: one.rank)
-    return best.layout, (_why(best, others, wanted, num_gpus),)
+    first, *others = sorted(served, key=lambda one: one.rank)
+    alike = [first, *(one for one in others if _is_alike(one, first))]
+    best = min(alike, key=lambda one: one.prediction.itl_s.value)
+    return best.layout, (_why(best, [one for one in (first, *others) if one is not best], alike, wanted, num_gpus),)
+
+
+_ALIKE = 1.05  # figures of a token that no prediction can tell apart
+
+
+def _is_alike(one: _Served, first: _Served) -> bool:
+    return one.rank[:3] == first.rank[:3] and one.figure <= _ALIKE * first.figure
 
 
 def _layouts(architecture: Architecture, wanted: Wanted, num_gpus: int) -> Iterator[Layout]:
@@ -81,7 +90,7 @@ def _figure(d: Deployment, p: Prediction, assumptions: Assumptions) -> float:
     return 1 / p.tokens_per_s_per_gpu.value
 
 
-def _why(best: _Served, others: list[_Served], wanted: Wanted, num_gpus: int) -> Notice:
+def _why(best: _Served, others: list[_Served], alike: list[_Served], wanted: Wanted, num_gpus: int) -> Notice:
     values: dict[str, str | float] = {"layout": best.layout.name, "gpus": num_gpus, "gpu": wanted.gpu.name}
     if not others:
         return Notice("notice.layout_alone", values)
@@ -93,4 +102,6 @@ def _why(best: _Served, others: list[_Served], wanted: Wanted, num_gpus: int) ->
         return Notice("notice.layout_serves", values)
     if second.excess > 1 >= best.excess:
         return Notice("notice.layout_targets", values)
+    if len(alike) > 1:
+        return Notice("notice.layout_quickest", {**values, "alike": len(alike)})
     return Notice("notice.layout", {**values, "times": second.figure / best.figure})

@@ -47,7 +47,7 @@ def _sold_whole(d: Deployment, a: Assumptions) -> Iterator[Notice]:
     if a.acquisition == "rental" or not has_price(gpu, a):
         yield Notice("notice.sold_whole", values)
     else:
-        values |= {"currency": a.currency, "cost": round(purchase(gpu, whole, a).total)}
+        values |= {"currency": a.currency, "cost": purchase(gpu, whole, a).total}
         yield Notice("notice.sold_whole_cost", values)
 
 

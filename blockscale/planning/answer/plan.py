@@ -95,7 +95,7 @@ def make_plan(
         kv_bytes_per_sequence=kv_bytes_per_sequence(model.architecture, choice.cache),
         max_sequences=memory.max_sequences * choice.layout.replicas,
         limit=_limit(d, memory, prediction),
-        sequences=None if prediction is None else prediction.sequences * choice.layout.replicas,
+        sequences=None if prediction is None else _running(choice, workload, prediction),
         waiting=None if prediction is None else prediction.waiting,
         utilization=None if prediction is None else prediction.utilization,
         ttft_ms=None if prediction is None else prediction.ttft_s.scaled(1e3),
@@ -189,6 +189,12 @@ def _reached(targets: Targets, prediction: Prediction | None) -> tuple[Target, .
         for name, limit in wanted
         if limit is not None
     )
+
+
+def _running(choice: Choice, workload: Workload, prediction: Prediction) -> float:
+    """Sequences decoded together, over all replicas."""
+    most = math.inf if workload.concurrency is None else float(workload.concurrency)
+    return min(prediction.sequences * choice.layout.replicas, most)
 
 
 def _enough(choice: Choice, prediction: Prediction) -> Choice | None:

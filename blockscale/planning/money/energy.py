@@ -130,7 +130,7 @@ def served_tokens_per_s(d: Deployment, prediction: Prediction) -> Estimate:
 
 def _duty(d: Deployment, prediction: Prediction) -> float:
     """Share of the time that there is anything to decode: predictions hold one sequence at least."""
-    if prediction.utilization is None or prediction.sequences > 1 + 1e-6:  # found by halving
+    if prediction.sequences > 1 + 1e-6:  # found by halving
         return 1.0
     possible = prediction.serving.tokens_per_s * d.layout.replicas
     return min(1.0, served_tokens_per_s(d, prediction).value / possible)

@@ -177,7 +177,11 @@ def predict(d: Deployment, workload: Workload, priors: Priors | None = None) -> 
     waiting = 0.0 if math.isinf(wanted) else max(wanted - sequences, 0.0)
     # a closed loop: each waiting request starts when one in front of it ends
     queue_s = waiting / sequences * serving.itl_s * workload.output_tokens
-    return _prediction(d, workload, memory, serving, priors, waiting * d.layout.replicas, queue_s, None)
+    found = _prediction(d, workload, memory, serving, priors, waiting * d.layout.replicas, queue_s, None)
+    if wanted >= 1:
+        return found
+    # fewer requests than replicas: some stand still
+    return replace(found, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu.scaled(wanted))
 
 
 def _lack(memory: MemoryPlan) -> float:
