@@ -220,7 +220,7 @@ def _config_files(
 
 
 def _record(provenance: Mapping[str, Any], errors: Mapping[str, float]) -> str:
-    versions = {name: version(name) for name in ("blockscale", "torch")}
+    versions = {"blockscale": version("blockscale"), "torch": torch.__version__}
     return json.dumps({**versions, **provenance, "errors": dict(errors)}, indent=1) + "\n"
 
 

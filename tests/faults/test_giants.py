@@ -87,11 +87,11 @@ from blockscale.checkpoint.reader import bits_per_parameter, open_checkpoint
 checkpoint = open_checkpoint(Path({str(deepseek)!r}))
 result = [len(checkpoint.quantized.linears), bits_per_parameter(checkpoint)]
 """
-    done = run_fresh(code)
+    done, empty = run_fresh(code), run_fresh("import torch\nresult = None")  # builds of torch differ in size
     num_linears, bits = done.result
     assert num_linears == 3 * 3 + 58 * 257 * 3
     assert 4.5 < bits < 5
-    assert done.peak_mb < INSPECT_MB
+    assert done.peak_mb - empty.peak_mb < 300
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
