@@ -1,12 +1,12 @@
 """Writes docs/concepts/claims.md: common claims about NVFP4, recomputed with the planner. `--check` only compares."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import claim_figures as figures
 from claim_figures import Row
+from generated_page import publish
 
 PAGE = Path(__file__).parent / "concepts" / "claims.md"
 
@@ -150,13 +150,5 @@ def _section(claim: Claim) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    page = render()
-    if "--check" in sys.argv:
-        return 0 if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page else 1
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(publish(PAGE, render()))

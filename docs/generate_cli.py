@@ -2,8 +2,9 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
+
+from generated_page import publish
 
 from blockscale.cli.main import VERBS, build_parser
 
@@ -37,14 +38,6 @@ Data goes to stdout, progress and notices to stderr. Every verb that prints data
 """
 
 
-def main() -> int:
-    page = render()
-    if "--check" in sys.argv:
-        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
-    PAGE.write_text(page)
-    return 0
-
-
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "100"  # argparse wraps to the terminal
-    raise SystemExit(main())
+    raise SystemExit(publish(PAGE, render()))

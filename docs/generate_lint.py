@@ -1,7 +1,8 @@
 """Writes docs/reference/lint.md from the rules. `--check` only compares."""
 
-import sys
 from pathlib import Path
+
+from generated_page import publish
 
 from blockscale.inspection.rules import RULES, Rule
 
@@ -60,13 +61,5 @@ def _anchor(rule: Rule) -> str:
     return rule.label.lower().replace(" ", "-")
 
 
-def main() -> int:
-    page = render()
-    if "--check" in sys.argv:
-        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
-    PAGE.write_text(page)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(publish(PAGE, render()))

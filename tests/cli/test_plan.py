@@ -203,5 +203,5 @@ def test_a_plan_of_671_billion_parameters_is_quick() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         taken.append(time.monotonic() - start)
         if taken[-1] < 2:
-            return
-    pytest.fail(f"{min(taken):.1f} s")
+            break
+    assert min(taken) < 2
