@@ -3,6 +3,8 @@
     import blockscale as bs
     q = bs.quantize_tensor(weight, format="nvfp4", scale="sweep")
     bs.quantize("model", "model-nvfp4", recipe="nvfp4-sweep", calibration=["calib.txt"])
+    mixture = bs.search_recipe("model", budget=bs.Budget(bits=5.0), calibration=["calib.txt"])
+    bs.quantize("model", "model-mixed", mixture, calibration=["calib.txt"])
     bs.inspect("model-nvfp4").engines
     bs.lint("model-nvfp4").ok
     bs.convert("model-nvfp4", "model-ct", to="compressed-tensors")
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from blockscale.planning.hardware.doctor import doctor
     from blockscale.planning.planner import plan
     from blockscale.quantization.recipe import Recipe
+    from blockscale.quantization.search.budget import Budget
+    from blockscale.quantization.search.search import search_recipe
     from blockscale.quantization.weight import quantize_tensor
 
 __all__ = [
     "LLM",
+    "Budget",
     "QuantizedTensor",
     "Recipe",
     "convert",
@@ -39,6 +44,7 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_tensor",
+    "search_recipe",
     "sqnr",
 ]
 
@@ -55,6 +61,8 @@ _HOMES = {
     "sqnr": "blockscale.formats.error",
     "QuantizedTensor": "blockscale.formats.tensor",
     "Recipe": "blockscale.quantization.recipe",
+    "Budget": "blockscale.quantization.search.budget",
+    "search_recipe": "blockscale.quantization.search.search",
     "quantize_tensor": "blockscale.quantization.weight",
 }
 

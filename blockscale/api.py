@@ -1,7 +1,7 @@
 """One plain function a verb: the only place that joins the rooms of the house."""
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from blockscale import texts
 from blockscale.checkpoint.locate import demo_gguf, fetch_demo, locate
 from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint, bits_per_parameter, open_checkpoint
-from blockscale.checkpoint.shards import read_json
-from blockscale.checkpoint.source import Source, open_source
+from blockscale.checkpoint.source import open_source
 from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.convert import check_weights, convert_checkpoint, num_quantized
 from blockscale.conversion.repair.lint import lint, mend
 from blockscale.conversion.summary import ConversionSummary
-from blockscale.errors import RecipeError, UsageError
+from blockscale.errors import UsageError
+from blockscale.evaluation.arithmetic import arithmetic, chosen_scale
+from blockscale.evaluation.calibrated import language_notices, stored_record
 from blockscale.evaluation.gate import check_gates, require_reference
 from blockscale.evaluation.layers import layer_errors
 from blockscale.evaluation.report import write_report
@@ -27,29 +28,38 @@ from blockscale.evaluation.run import evaluate_text
 from blockscale.evaluation.tasks import compare_tasks, run_tasks
 from blockscale.evaluation.windows import token_windows
 from blockscale.formats.spec import MXFP4, NVFP4
+from blockscale.host.chat_template import chat_renderer
 from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
-from blockscale.host.model import HostedModel, load_model, load_tokenizer
+from blockscale.host.model import check_device, load_model, load_tokenizer
 from blockscale.inspection.findings import LintReport
 from blockscale.inspection.inspect import inspect
 from blockscale.inspection.inventory import Inspection
 from blockscale.planning.hardware.doctor import doctor
 from blockscale.planning.planner import plan
 from blockscale.quantization import pipeline
-from blockscale.quantization.calibrate import MAX_TOKENS, WINDOW, CalibrationData, calibrate, tokenize
+from blockscale.quantization.calibrate import calibrate
+from blockscale.quantization.calibration_data import CalibrationData, fitting_window, read_calibration
+from blockscale.quantization.layerwise.run import quantize_layers
+from blockscale.quantization.learning.stages import learning_steps, quantize_and_learn
 from blockscale.quantization.pipeline import Progress
-from blockscale.quantization.plan import make_plan
-from blockscale.quantization.recipe import Recipe, load_recipe, with_options, without_static_activations
+from blockscale.quantization.plan import kv_modules, make_plan
+from blockscale.quantization.recipe import Recipe, load_recipe, with_options, without_calibration
+from blockscale.quantization.search.mixture import Mixture
+from blockscale.quantization.search.search import search_recipe
+from blockscale.quantization.self_text import add_self_text
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.summary import Summary
+from blockscale.texts.mix import Source as TextSource
 
 
 def quantize(
     model: str | Path,
     out: str | Path,
-    recipe: str | Path | Recipe = "nvfp4",
+    recipe: str | Path | Recipe | Mixture = "nvfp4",
     *,
-    calibration: Sequence[str | Path] = (),
-    max_calibration_tokens: int = MAX_TOKENS,
+    calibration: Sequence[TextSource] = (),
+    max_calibration_tokens: int | None = None,
+    calibration_seed: int = 0,
     keep: Sequence[str] = (),
     kv_cache: str | None = None,
     dialect: str | None = None,
@@ -58,10 +68,13 @@ def quantize(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Writes `model` (folder, .gguf, hub id or `demo`) to the folder `out` as `recipe` says.
+    """Writes `model` (folder, .gguf, hub id or `demo`) to the folder `out` as `recipe` (or `search_recipe`) says.
 
-    calibration   text files or own texts' names; without any, activations whose scale must be calibrated stay in
-                  16 bits, and the summary's notices say so
+    calibration   texts as `texts.read_text` takes them, or "self" for what the model itself writes, "text:weight" or
+                  (text, weight) for a mix; without any, a recipe with a method takes "self", and for others
+                  activations whose scale must be calibrated stay in 16 bits: the summary's notices say so
+    max_calibration_tokens   65536 by default, and of "self" on a CPU 16384
+    calibration_seed   0 takes evenly spaced windows of the texts, any other draws them; "self" is drawn by it too
     keep          globs of modules that stay in 16 bits
     resume        take up the work of a killed run of the same job
     strict        a weight whose shape does not fit its format is an error
@@ -71,62 +84,48 @@ def quantize(
     out = Path(out)
     check_device(device)
     check_absent(out)
+    search = recipe.record() if isinstance(recipe, Mixture) else None
+    recipe = recipe.recipe if isinstance(recipe, Mixture) else recipe
     chosen = with_options(load_recipe(recipe), tuple(keep), kv_cache, dialect)
     path = locate(model)
     source = open_source(path)
     notices: tuple[str, ...] = ()
     data: CalibrationData | None = None
-    if calibration and chosen.needs_calibration:
-        contents = [texts.read_text(t) for t in calibration]
-        window = _fitting_window(None, source.config)
-        data = tokenize(contents, load_tokenizer(path).encode, max_calibration_tokens, window)
+    if chosen.needs_calibration and (calibration or chosen.method is not None):
+        data = read_calibration(
+            calibration, load_tokenizer(path), source.config, max_calibration_tokens, calibration_seed, device
+        )
     elif chosen.needs_calibration:
-        chosen, notices = _without_calibration(chosen)
+        chosen, notices = without_calibration(chosen)
     elif calibration:
         notices = (f"recipe {chosen.name} has no scale to calibrate: the calibration text is not used",)
     plan = make_plan(source, chosen, strict=strict)
-    kv_modules = _kv_modules(source, chosen)
-    layout = pipeline.output_layout(plan, chosen, kv_modules)
-    digest = data.digest if data else ""
-    job = pipeline.job_digest(source, chosen, digest, device)
-    with OutputFolder(out, layout, job, resume=resume) as output:
-        statistics = ActivationStatistics(notices=notices)
-        if data is not None:
-            statistics = calibrate(
-                open_checkpoint(path),
-                data,
-                plan.linears,
-                with_kv=bool(kv_modules),
-                device=device,
-                state_path=output.state_path("calibration.safetensors"),
-                progress=progress,
-            )
-        return pipeline.run(
-            source, plan, chosen, output, statistics, calibration=digest, device=device, progress=progress
-        )
+    caches = kv_modules(source) if chosen.kv_cache else ()
+    layout = pipeline.output_layout(plan, chosen, caches)
+    job = pipeline.job_digest(source, chosen, data.digest if data else "", device)
 
+    def run(target: Path) -> tuple[Summary, CalibrationData | None]:
+        own = data
+        with OutputFolder(target, layout, job, resume=resume) as output:
+            statistics = ActivationStatistics(notices=notices)
+            if own is not None:
+                state = output.state_path("self_text")
+                own = add_self_text(own, path, device=device, folder=state, progress=progress)
+                checkpoint = open_checkpoint(path)
+                how: dict[str, Any] = {"with_kv": bool(caches), "device": device, "progress": progress}
+                if chosen.method is not None:
+                    statistics = quantize_layers(checkpoint, plan, output, chosen, own, **how)
+                else:
+                    state = output.state_path("calibration")
+                    statistics = calibrate(checkpoint, own, plan.linears, state_folder=state, **how)
+            more: dict[str, Any] = {"calibration": own, "search": search, "device": device, "progress": progress}
+            return pipeline.run(source, plan, chosen, output, statistics, **more), own
 
-def check_device(device: str) -> None:
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise UsageError(f"device '{device}' is not available", hint="cpu, or cuda where torch sees a GPU")
-
-
-def _without_calibration(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    if recipe.kv_cache is not None:
-        raise RecipeError("KV-cache scales need calibration text", hint="add --calibration FILE")
-    notice = "no calibration text: activations stay in 16 bits (W4A16); give --calibration FILE for W4A4"
-    return without_static_activations(recipe), (notice,)
-
-
-def _kv_modules(source: Source, recipe: Recipe) -> tuple[str, ...]:
-    """Attention modules whose cache gets scales: those with a k_proj and a v_proj."""
-    if recipe.kv_cache is None:
-        return ()
-    suffix = ".k_proj.weight"
-    found = tuple(n.removesuffix(suffix) for n in source.tensors if n.endswith(suffix))
-    if not found:
-        raise RecipeError("the model has no k_proj and v_proj to attach KV-cache scales to", hint="drop --kv-cache")
-    return found
+    if data is None or not learning_steps(chosen):
+        return run(out)[0]
+    return quantize_and_learn(
+        out, run, open_checkpoint(path), plan, data, chosen, job=job, device=device, resume=resume, progress=progress
+    )
 
 
 def convert(
@@ -223,6 +222,7 @@ def evaluate(
     task_limit: int | None = None,
     batch_size: int = 4,
     weights_only: bool = False,
+    activation_scale: str | None = None,
     device: str = "cpu",
     max_kl: float | None = None,
     max_perplexity_ratio: float | None = None,
@@ -234,23 +234,28 @@ def evaluate(
     text           files or own texts' names; each is measured by itself
     window ...     how texts are cut: see `blockscale.evaluation.windows`; by default 512 tokens, or the model's context
     weights_only   leave activations and the KV cache in 16 bits although the checkpoint rounds them
+    activation_scale   how block scales of NVFP4 activations are chosen: "amax" is what other engines do; by default as
+                   the checkpoint says
     max_kl, max_perplexity_ratio   limits for every text; CheckFailed beyond them, after `report` is written
     report         where to write an HTML page
     """
     check_device(device)
     require_reference(reference is not None, max_kl, max_perplexity_ratio)
+    method = chosen_scale(activation_scale, weights_only)
     path = locate(model)
-    candidate = load_model(path, device=device, emulate_activations=not weights_only)
+    candidate = load_model(path, device=device, emulate_activations=not weights_only, activation_scale=method)
     tokenizer = load_tokenizer(path)
     reference_path = locate(reference) if reference is not None else None
     base = load_model(reference_path, device=device) if reference_path is not None else None
-    window = _fitting_window(window, candidate.checkpoint.folder.config, num_before=1)  # BOS comes on top
-    results, convention = [], ""
+    window = fitting_window(window, candidate.checkpoint.folder.config, num_before=1)  # BOS comes on top
+    render, record = chat_renderer(tokenizer), stored_record(path)
+    results, convention, notices = [], "", []
     for source in text:
-        content = texts.read_text(source)
+        content = texts.read_text(source, render)
         windows = token_windows(content.content, tokenizer.encode, window, stride, start, max_tokens)
         _check_same_tokens(content.content, tokenizer, reference_path)
         convention = windows.convention
+        notices += [*content.notices, *language_notices(content, start, windows.num_tokens, record)]
         report_windows = _staged(progress, f"evaluating {content.name}")
         logits = base.logits if base is not None else None
         results.append(evaluate_text(content.name, windows, candidate.logits, logits, batch_size, report_windows))
@@ -268,8 +273,9 @@ def evaluate(
         else (),
         tasks=tuple(task_results),
         task_comparisons=tuple(comparisons),
-        convention=f"{convention} {_arithmetic(candidate, weights_only)}".strip(),
-        recipe=_recorded_recipe(path),
+        convention=f"{convention} {arithmetic(candidate, weights_only)}".strip(),
+        recipe=str(record.get("recipe", "")),
+        notices=tuple(notices),
         versions={name: version(name) for name in ("blockscale", "torch", "transformers")},
         bytes=folder.num_bytes,
         bits_per_parameter=bits_per_parameter(candidate.checkpoint),
@@ -295,38 +301,6 @@ def _check_same_tokens(content: str, tokenizer: Any, reference_path: Path | None
         raise UsageError(
             "the model and its reference tokenize text differently", hint="give the model it was made from"
         )
-
-
-def _fitting_window(window: int | None, config: Mapping[str, Any], num_before: int = 0) -> int:
-    """`window`, or by default WINDOW if the model's context has room for it and `num_before` more. UsageError for a
-    window that is larger than the context."""
-    limit = (config.get("text_config") or config).get("max_position_embeddings")
-    context = limit if isinstance(limit, int) and limit > 1 else None
-    if window is None:
-        return WINDOW if context is None else min(WINDOW, context - num_before)
-    if context is not None and window > context:
-        raise UsageError(
-            f"windows of {window} tokens: the model's context is {context}", hint="give a smaller --window"
-        )
-    return window
-
-
-def _arithmetic(hosted: HostedModel, weights_only: bool) -> str:
-    """How the figures were computed, as a sentence for reports."""
-    dtype = "fp32" if hosted.device.type == "cpu" else str(hosted.checkpoint.dtype).removeprefix("torch.")
-    quantized = hosted.checkpoint.quantized
-    if quantized is None or weights_only:
-        return f"Arithmetic is {dtype}; activations are left as they are."
-    is_rounded = any(linear.scheme.activation for linear in quantized.linears.values())
-    how = "rounded as the tensor core sees them" if is_rounded else "left as they are"
-    cache = f"; the KV cache is rounded to {quantized.kv_format}" if quantized.kv_tensors else ""
-    return f"Arithmetic is {dtype}; activations are {how}{cache}."
-
-
-def _recorded_recipe(path: Path) -> str:
-    """The recipe that blockscale stored with a checkpoint; empty where another tool wrote it."""
-    file = path / "blockscale.json"
-    return str(read_json(file).get("recipe", "")) if file.is_file() else ""
 
 
 class LLM:
@@ -393,4 +367,5 @@ __all__ = [
     "plan",
     "quantize",
     "require_reference",
+    "search_recipe",
 ]

@@ -1,5 +1,6 @@
 """The verbs as functions: what they refuse, what they say, and that they fit together."""
 
+import json
 import math
 import subprocess
 import sys
@@ -77,6 +78,23 @@ def test_own_texts_calibrate(recipe: str, with_tokenizer: Find, tmp_path: Path) 
     summary = api.quantize(with_tokenizer("base_llama"), tmp_path / "q", recipe, calibration=texts, **FEW)
     assert all(layer.input_amax > 0 for layer in summary.layers.values())
     assert summary.notices == ()
+
+
+def test_a_language_that_was_not_calibrated_is_told(with_tokenizer: Find, tmp_path: Path) -> None:
+    """From the text through blockscale.json to the report, and on through a conversion."""
+    options = {"calibration": ["en-calibration:0.5"], "max_calibration_tokens": 16_384, "calibration_seed": 1}
+    api.quantize(with_tokenizer("base_llama"), tmp_path / "q", "nvfp4", **options)
+    record = json.loads((tmp_path / "q" / "blockscale.json").read_text())
+    assert record["calibration"]["seed"] == 1
+    assert record["calibration"]["texts"][0]["name"] == "en-calibration"
+    api.convert(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
+    short = {"window": 64, "max_tokens": 4096}
+    for checkpoint in ("q", "ct"):
+        report = api.evaluate(tmp_path / checkpoint, report=tmp_path / "page.html", **short)
+        (notice,) = report.notices
+        assert notice.startswith("the language of pt-evaluation was probably not calibrated")
+        assert report.to_dict()["notices"] == [notice]
+        assert notice[:60] in (tmp_path / "page.html").read_text()
 
 
 def test_calibration_that_cannot_be(with_tokenizer: Find, golden_checkpoint: Find, tmp_path: Path) -> None:

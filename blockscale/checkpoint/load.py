@@ -5,17 +5,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredLinear
 from blockscale.checkpoint.header import TensorInfo
-from blockscale.checkpoint.linear import KVScales, QuantizedLinear
+from blockscale.checkpoint.linear import KVScales, LowRank, QuantizedLinear, Residual
 from blockscale.checkpoint.tensors import read_tensor
 from blockscale.errors import CheckpointError
-from blockscale.formats.spec import Granularity, ScaleType
-from blockscale.formats.tensor import QuantizedTensor
+from blockscale.formats.spec import NVFP4, Granularity, ScaleType
+from blockscale.formats.tensor import QuantizedTensor, decode
 
 
 def load_linear(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
-    """Reads one linear. CheckpointError for scales that no engine could use (NaN, Inf, zero or negative)."""
+    """Reads one linear. CheckpointError for scales that no engine could use (NaN, Inf, zero or negative), and for
+    branches that hold NaN or name channels that are not there."""
     return assemble(linear, {role: read_tensor(info) for role, info in linear.tensors.items()}, dtype)
 
 
@@ -28,12 +30,57 @@ def assemble(linear: StoredLinear, data: Mapping[str, Tensor], dtype: torch.dtyp
         QuantizedTensor(linear.scheme.weight, packed, block_scale, global_scale, linear.shape, dtype),
         input_global_scale,
         data.get("pre_quant_scale"),
+        _low_rank(linear, data),
+        _residual(linear, data, global_scale, dtype),
     )
 
 
 def check_scales(linear: StoredLinear) -> None:
     """What `load_linear` checks, without reading the codes."""
-    _scales(linear, {role: read_tensor(info) for role, info in linear.tensors.items() if role != "packed"})
+    data = {role: read_tensor(info) for role, info in linear.tensors.items() if role != "packed"}
+    _, global_scale, _ = _scales(linear, data)
+    _low_rank(linear, data)
+    _residual(linear, data, global_scale, torch.float32)
+
+
+def plain_values(linear: QuantizedLinear) -> Tensor:
+    """fp32: the weight that the linear stands for, branch and pre_quant_scale included. Residual channels are not in
+    it: they correct inputs."""
+    values = decode(linear.weight)
+    if linear.low_rank is not None:
+        values += linear.low_rank.up.float() @ linear.low_rank.down.float()
+    return values if linear.pre_quant_scale is None else values.mul_(linear.pre_quant_scale.float())
+
+
+def _low_rank(linear: StoredLinear, data: Mapping[str, Tensor]) -> LowRank | None:
+    if branches.DOWN not in data:
+        return None
+    for role in branches.LOW_RANK_ROLES:
+        is_bad = ~torch.isfinite(data[role])
+        if is_bad.any():
+            position = is_bad.nonzero()[0].tolist()
+            raise _bad_branch(linear, role, f"{data[role][tuple(position)].item()} at {position}")
+    return LowRank(data[branches.UP], data[branches.DOWN])
+
+
+def _residual(
+    linear: StoredLinear, data: Mapping[str, Tensor], global_scale: Tensor | None, dtype: torch.dtype
+) -> Residual | None:
+    if branches.CHANNELS not in data:
+        return None
+    channels, block_scale = data[branches.CHANNELS], data[branches.BLOCK_SCALE]
+    n, k = linear.shape
+    if ((channels < 0) | (channels >= k)).any() or len(channels.unique()) != len(channels):
+        what = f"channels from {channels.min().item()} to {channels.max().item()}, {len(channels.unique())} of"
+        raise _bad_branch(linear, branches.CHANNELS, f"{what} {len(channels)} different, where inputs have {k}")
+    _check_block_scale(linear, block_scale, branches.BLOCK_SCALE)
+    shape = (n, len(channels))
+    weight = QuantizedTensor(NVFP4, data[branches.PACKED], block_scale, global_scale, shape, dtype)
+    return Residual(channels, weight)
+
+
+def _bad_branch(linear: StoredLinear, role: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{linear.tensors[role].name}: {what}", hint="the file is damaged: download it again")
 
 
 def _scales(linear: StoredLinear, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -82,13 +129,12 @@ def _checked_scale(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
     return scale
 
 
-def _check_block_scale(linear: StoredLinear, scale: Tensor) -> None:
+def _check_block_scale(linear: StoredLinear, scale: Tensor, role: str = "block_scale") -> None:
     values = scale.float()
     is_bad = scale == 255 if scale.dtype == torch.uint8 else ~torch.isfinite(values) | (values < 0)
     if is_bad.any():
         position = is_bad.nonzero()[0].tolist()
         raise CheckpointError(
-            f"{linear.tensors['block_scale'].name}: NaN, infinite or negative scale at {position} "
-            f"({int(is_bad.sum())} in all)",
+            f"{linear.tensors[role].name}: NaN, infinite or negative scale at {position} ({int(is_bad.sum())} in all)",
             hint="engines answer NaN or '!!!!' to this; quantize the layer again",
         )

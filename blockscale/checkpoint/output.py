@@ -5,6 +5,7 @@ tensor's place, so tensors may arrive in any order and none is held. Work goes o
 
     .NAME.partial/plan         digest of the job; a resumed run must have the same
                   journal      a line of JSON per finished unit of work, appended after its bytes were written
+                  STAGE/       what another stage of the job, such as calibration, needs to go on
                   checkpoint/  the folder itself, renamed to NAME at the end
 
 A killed process leaves `.NAME.partial` behind, from which the same job resumes. The process at work holds a lock on it.
@@ -27,12 +28,13 @@ from torch import Tensor
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
 from blockscale.checkpoint.shards import INDEX_NAME, SINGLE_NAME
 from blockscale.checkpoint.target import check_absent, disk_errors
-from blockscale.checkpoint.tensors import DTYPE_NAMES, torch_dtype
+from blockscale.checkpoint.tensors import DTYPE_NAMES, pwrite_all, tensor_bytes, torch_dtype
 from blockscale.errors import OutputError
 from blockscale.formats.tensor import FLOAT_DTYPES, non_finite_error
 from blockscale.pages import size
 
 MAX_SHARD_BYTES = 5_000_000_000
+PROGRESS_NAME = "progress.json"
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -78,7 +80,7 @@ class OutputFolder:
         self._journal: BinaryIO
         self._is_finished = False
         with disk_errors(out):
-            self._lock = _lock_folder(self.work, out)
+            self._lock = lock_folder(self.work, out)
             is_ours = True
             try:
                 check_absent(out)  # another process may have finished it before the lock was free
@@ -148,10 +150,11 @@ class OutputFolder:
     @property
     def has_progress(self) -> bool:
         """Whether there is anything that a resumed run would not have to do again."""
-        return bool(self.done) or self.state_path("calibration.safetensors").is_file()
+        return bool(self.done) or any(self.work.glob(f"*/{PROGRESS_NAME}"))
 
     def state_path(self, name: str) -> Path:
-        """A place for another stage's own resumable state, removed with the rest of the work."""
+        """A place for another stage's own state, removed with the rest of the work. A folder there has something to
+        resume once it holds a file PROGRESS_NAME."""
         return self.work / name
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -166,9 +169,8 @@ class OutputFolder:
         self._note(name)
         if not tensor.numel():
             return
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         with disk_errors(self.out), place.path.open("r+b", buffering=0) as file:
-            _pwrite_all(file.fileno(), data, place.offset)
+            pwrite_all(file.fileno(), tensor_bytes(tensor), place.offset)
 
     def copy(self, name: str, source: TensorInfo) -> None:
         """Puts a stored tensor in its place byte for byte, without holding it. NonFiniteError for NaN or Inf."""
@@ -179,7 +181,7 @@ class OutputFolder:
             offset = place.offset
             for chunk in read_chunks(source):
                 _check_finite(chunk, source, offset - place.offset)
-                _pwrite_all(writer.fileno(), memoryview(chunk), offset)
+                pwrite_all(writer.fileno(), memoryview(chunk), offset)
                 offset += len(chunk)
 
     def _note(self, name: str) -> None:
@@ -233,6 +235,11 @@ class OutputFolder:
         _remove(self.work)
 
 
+def layout_bytes(layout: Layout) -> int:
+    """Of the files that a layout makes, headers included."""
+    return sum(len(shard.header) + shard.data_bytes for shard in _split(layout, MAX_SHARD_BYTES))
+
+
 @dataclass(frozen=True)
 class _Shard:
     name: str
@@ -277,7 +284,7 @@ def _read_journal(file: BinaryIO) -> Iterator[tuple[str, Any, list[str]]]:
     file.truncate()
 
 
-def _lock_folder(path: Path, out: Path) -> int:
+def lock_folder(path: Path, out: Path) -> int:
     """Makes the folder and locks it until the descriptor is closed; OutputError if another process holds it."""
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -316,9 +323,3 @@ def _check_finite(chunk: bytes, source: TensorInfo, offset: int) -> None:
     values = torch.frombuffer(bytearray(chunk), dtype=dtype)
     if not torch.isfinite(values).all():
         raise non_finite_error(values, source.shape, source.name, offset // dtype.itemsize)
-
-
-def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data[: 1 << 30], offset)
-        data, offset = data[written:], offset + written

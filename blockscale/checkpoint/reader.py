@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.dialects import compressed_tensors, modelopt
 from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.faults import raise_first
 from blockscale.checkpoint.folder import Folder, open_folder
+from blockscale.checkpoint.record import read_activation_scale
 from blockscale.checkpoint.source import SourceTensor, as_itself, view_as_16bit
 
 DIALECTS = {"modelopt": modelopt, "compressed-tensors": compressed_tensors}
@@ -18,11 +20,15 @@ DIALECTS = {"modelopt": modelopt, "compressed-tensors": compressed_tensors}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened model: quantized linears (None: a 16-bit model) and everything else as 16-bit tensors."""
+    """An opened model: quantized linears (None: a 16-bit model) and everything else as 16-bit tensors.
+
+    activation_scale  how the block scales of NVFP4 activations are meant to be chosen
+    """
 
     folder: Folder
     quantized: StoredModel | None
     kept: Mapping[str, SourceTensor]
+    activation_scale: ActivationScale = ActivationScale.AMAX
 
     @property
     def path(self) -> Path:
@@ -50,7 +56,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     taken = {info.name for linear in quantized.linears.values() for info in linear.tensors.values()}
     taken |= {info.name for pair in quantized.kv_tensors.values() for info in pair}
     kept = {n: as_itself(info) for n, info in folder.tensors.items() if n not in taken}
-    return Checkpoint(folder, quantized, kept)
+    return Checkpoint(folder, quantized, kept, read_activation_scale(path))
 
 
 def bits_per_parameter(checkpoint: Checkpoint) -> float:

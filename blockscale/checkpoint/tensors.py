@@ -1,4 +1,4 @@
-"""Stored tensors in memory.
+"""Stored tensors in memory, and back.
 
 Reads copy bytes straight from the file instead of mapping it, so that memory follows what is held and not what was
 touched.
@@ -30,7 +30,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_READ_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
+_MOVED_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
@@ -46,7 +46,7 @@ def read_tensor(info: TensorInfo) -> Tensor:
         with info.path.open("rb", buffering=0) as file:
             done = 0
             while done < info.num_bytes:
-                got = os.preadv(file.fileno(), [view[done : done + _READ_BYTES]], info.offset + done)
+                got = os.preadv(file.fileno(), [view[done : done + _MOVED_BYTES]], info.offset + done)
                 if got == 0:
                     raise truncated(info.path, f"it ended while '{info.name}' was read")
                 done += got
@@ -55,3 +55,15 @@ def read_tensor(info: TensorInfo) -> Tensor:
     if not info.num_bytes:
         return torch.empty(info.shape, dtype=dtype)
     return buffer.view(dtype).view(info.shape)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor as its file has it, from any device; a copy only where it must be."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
+
+
+def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data[:_MOVED_BYTES], offset)
+        data, offset = data[written:], offset + written

@@ -11,6 +11,8 @@ examples:
 import argparse
 from typing import TYPE_CHECKING
 
+from blockscale.algorithms.activation_scale import ActivationScale
+
 if TYPE_CHECKING:
     from blockscale.evaluation.result import Interval, Report
 
@@ -26,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="text files, or en-evaluation, pt-evaluation (the package's own, the default)",
+        help="texts as for quantize --calibration, each by itself; by default en-evaluation and pt-evaluation (the "
+        "package's own)",
     )
     parser.add_argument(
         "--tasks", nargs="+", action="extend", default=[], metavar="TASK", help="lm-eval names or files"
@@ -38,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=20_480, metavar="N", help="tokens of each text (20480)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows at once (4)")
     parser.add_argument("--weights-only", action="store_true", help="leave activations and KV cache in 16 bits")
+    parser.add_argument(
+        "--activation-scale",
+        choices=[method.value for method in ActivationScale],
+        help="how block scales of NVFP4 activations are chosen: amax is what other engines do (as the checkpoint says)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--max-kl", type=float, metavar="X", help="fail if a text's mean KL (nats) is larger")
     parser.add_argument("--max-perplexity-ratio", type=float, metavar="X", help="fail if a text's ratio is larger")
@@ -47,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from blockscale import api, texts
-    from blockscale.cli.output import print_json, progress_bar, quiet_libraries, reader_may_leave
+    from blockscale.cli.output import notice, print_json, progress_bar, quiet_libraries, reader_may_leave
 
     quiet_libraries()
     api.require_reference(args.reference is not None, args.max_kl, args.max_perplexity_ratio)
@@ -64,10 +72,13 @@ def run(args: argparse.Namespace) -> None:
             max_tokens=args.max_tokens,
             batch_size=args.batch_size,
             weights_only=args.weights_only,
+            activation_scale=args.activation_scale,
             device=args.device,
             report=args.report,
             progress=progress,
         )
+    for message in report.notices:
+        notice(message)
     with reader_may_leave():
         if args.json:
             print_json(report.to_dict())

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.linear import MXFP4_W4A4
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
+from blockscale.checkpoint.record import activation_scale_entry
 from blockscale.checkpoint.structure import nearest, with_untied_head
 from blockscale.conversion.rewrite import Progress, Written, source_record, write_checkpoint
-from blockscale.conversion.summary import ConversionSummary
+from blockscale.conversion.summary import ConversionSummary, residual_notices
 from blockscale.conversion.to_16bit import plain_jobs
 from blockscale.conversion.to_dialect import check_schemes, dialect_jobs, kv_format_in
 from blockscale.conversion.to_nvfp4 import GPT_OSS, nvfp4_jobs
@@ -48,6 +50,7 @@ def convert_checkpoint(
         config=checkpoint.folder.config,
         kv_format=kv_format_in(checkpoint, to) if model else None,
         has_pre_quant_scale=any("pre_quant_scale" in linear.tensors for linear in linears),
+        low_rank={linear.name for linear in linears if branches.has_low_rank(linear.tensors)},
         companions=checkpoint.folder.companions,
         provenance=_provenance(checkpoint, to, keeps_recipe=not is_cast),
         progress=progress,
@@ -67,7 +70,10 @@ def _to_16bit(checkpoint: Checkpoint, out: Path, progress: Progress | None) -> C
         provenance=_provenance(checkpoint, BF16, keeps_recipe=False),
         progress=progress,
     )
-    notices = ("the scales of the KV cache are left out: 16 bits need none",) if model and model.kv_tensors else ()
+    notices: tuple[str, ...] = ()
+    if model is not None:
+        notices = ("the scales of the KV cache are left out: 16 bits need none",) if model.kv_tensors else ()
+        notices += residual_notices(model, "a 16-bit model rounds no inputs")
     if not num_quantized(checkpoint):
         notices = ("the model is in 16 bits already: its tensors are copied",)
     return _summary(checkpoint, written, BF16, notices)
@@ -98,6 +104,8 @@ def _notices(checkpoint: Checkpoint, to: str, is_cast: bool) -> tuple[str, ...]:
     if model is None:
         return ()
     notices = list(_fused_notices(model))
+    if to != model.dialect:
+        notices += residual_notices(model, "the result is the checkpoint of standard layout that engines load")
     if kv_format_in(checkpoint, to) != model.kv_format:
         notices.append(f"{to} has no name for a KV cache in {model.kv_format}: its scales are left out, it has 16 bits")
     if is_cast and any(linear.scheme == MXFP4_W4A4 for linear in model.linears.values()):
@@ -122,12 +130,13 @@ def _provenance(checkpoint: Checkpoint, to: str, *, keeps_recipe: bool) -> Mappi
     record = source_record(checkpoint.path)
     recipe = {"recipe": record["recipe"]} if record and keeps_recipe and "recipe" in record else {}
     conversion = {"from": checkpoint.folder.method or "16-bit", "to": to}
-    return {**recipe, "conversion": conversion, "source": record}
+    activations = {} if to == BF16 else activation_scale_entry(checkpoint.activation_scale)
+    return {**recipe, **activations, "conversion": conversion, "source": record}
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
     """CheckpointError for a weight without elements, and for one that a further matrix belongs to: what it stands for
-    is more than its codes and scales (SVDQuant's low-rank part)."""
+    is more than its codes, scales and branches."""
     linears = checkpoint.quantized.linears if checkpoint.quantized else {}
     for linear in linears.values():
         if 0 in linear.shape:

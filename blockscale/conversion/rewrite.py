@@ -7,7 +7,7 @@ at all, and only after it was read back and found to be what was planned.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from blockscale.checkpoint.linear import Scheme
 from blockscale.checkpoint.output import MAX_SHARD_BYTES, Layout, OutputFolder
 from blockscale.checkpoint.read_back import read_back_problem
 from blockscale.checkpoint.reader import DIALECTS
+from blockscale.checkpoint.record import RECORD_NAME
 from blockscale.checkpoint.shards import read_json
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.checkpoint.structure import kept_reason, module_name, unquantized_modules, with_untied_head
@@ -31,7 +32,6 @@ from blockscale.errors import CheckpointError, OutputError
 from blockscale.formats.tensor import check_finite
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-RECORD_NAME = "blockscale.json"
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def write_checkpoint(
     config: Mapping[str, Any],
     kv_format: str | None = None,
     has_pre_quant_scale: bool = False,
+    low_rank: Container[str] = (),
     companions: Sequence[Path] = (),
     provenance: Mapping[str, Any],
     progress: Progress | None = None,
@@ -139,6 +140,7 @@ def write_checkpoint(
     dialect      of the result; None for a 16-bit model
     config       of the source, with its quantization_config, which is replaced
     kv_format    "fp8" or "nvfp4", as the config files shall announce it
+    low_rank     linears that keep a low-rank branch
     provenance   what blockscale.json shall say, beside the versions
     check        looks at the finished folder, beside what is checked in any case, before it appears under its name
 
@@ -149,7 +151,7 @@ def write_checkpoint(
     layout = _joined_layout(jobs)
     linears = {module: planned for job in jobs for module, planned in job.linears.items()}
     kept = {n: what for job in jobs if not job.linears and job.attention is None for n, what in job.tensors.items()}
-    files = _config_files(config, linears, kept, dialect, kv_format, has_pre_quant_scale)
+    files = _config_files(config, linears, kept, dialect, kv_format, has_pre_quant_scale, low_rank)
     errors: dict[str, float] = {}
     with OutputFolder(
         out, layout, "made from another checkpoint", resume=False, max_shard_bytes=max_shard_bytes
@@ -205,6 +207,7 @@ def _config_files(
     dialect: str | None,
     kv_format: str | None,
     has_pre_quant_scale: bool,
+    low_rank: Container[str],
 ) -> dict[str, str]:
     """Every config file, from the tensors alone."""
     if dialect is None:
@@ -216,7 +219,7 @@ def _config_files(
     reasons = {module_name(name): kept_reason(name, shape, config) for name, shape in shapes.items()}
     schemes = {module: scheme for module, (scheme, _) in linears.items()}
     modules = unquantized_modules(schemes, shapes, reasons)
-    return DIALECTS[dialect].config_files(config, schemes, modules, kv_format, has_pre_quant_scale)
+    return DIALECTS[dialect].config_files(config, schemes, modules, kv_format, has_pre_quant_scale, low_rank)
 
 
 def _record(provenance: Mapping[str, Any], errors: Mapping[str, float]) -> str:

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockscale.checkpoint.dialects import branches
+from blockscale.checkpoint.dialects.stored import StoredModel
+
 
 @dataclass(frozen=True)
 class ConversionSummary:
@@ -32,3 +35,9 @@ class ConversionSummary:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {**vars(self), "out": str(self.out)}
+
+
+def residual_notices(model: StoredModel, why: str) -> tuple[str, ...]:
+    """What is said where residual channels are left out, if there are any."""
+    count = sum(branches.has_residual(linear.tensors) for linear in model.linears.values())
+    return (f"the residual channels of {count} weights are left out: {why}",) if count else ()

@@ -1,6 +1,6 @@
 """Any checkpoint as a plain 16-bit model: quantized linears as the weights that they stand for.
 
-    W = e2m1(code) * block_scale * global_scale [* pre_quant_scale, along K]
+    W = (e2m1(code) * block_scale * global_scale [+ up down]) [* pre_quant_scale, along K]
 
 is computed in fp32 and rounded once to the checkpoint's own type. Sources that the reader already shows in 16 bits
 (FP8 in tiles, gpt-oss, AWQ's and GPTQ's integers) are written as it shows them.
@@ -60,6 +60,8 @@ def plain_weight(linear: QuantizedLinear, name: str) -> tuple[Tensor, float]:
         part = packed[rows]
         block_scale = scale if is_shared else scale[rows]
         values = decode(QuantizedTensor(q.format, part, block_scale, q.global_scale, (part.shape[0], k), q.dtype))
+        if linear.low_rank is not None:
+            values += linear.low_rank.up[rows].float() @ linear.low_rank.down.float()
         if linear.pre_quant_scale is not None:
             values *= linear.pre_quant_scale.float()
         result[rows] = values

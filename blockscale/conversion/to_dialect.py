@@ -1,7 +1,8 @@
 """A quantized checkpoint in another dialect, or written anew in its own: the same codes under other names.
 
 Codes and block scales are copied bit for bit. A global scale that the other dialect stores the other way round becomes
-its reciprocal, which fp32 holds to one unit in the last place; nothing else is computed.
+its reciprocal, which fp32 holds to one unit in the last place; nothing else is computed. Residual channels, which only
+Model Optimizer's dialect holds, are left out on the way to another.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredLinear
 from blockscale.checkpoint.header import TensorInfo
-from blockscale.checkpoint.linear import KVScales, QuantizedLinear, Scheme
+from blockscale.checkpoint.linear import KVScales, LowRank, QuantizedLinear, Scheme
 from blockscale.checkpoint.load import assemble, check_scales, load_kv_scales
 from blockscale.checkpoint.output import Layout
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
@@ -36,7 +38,8 @@ _TO_16BIT = "take --to bf16, and quantize that; or leave it in its dialect"
 def dialect_jobs(checkpoint: Checkpoint, dialect: str) -> list[Job]:
     """Every tensor of a quantized checkpoint on its way into `dialect`, but KV scales that it cannot announce.
 
-    CheckpointError for what the dialect has no place for: a format, a pre_quant_scale, a stack of experts.
+    CheckpointError for what the dialect has no place for: a format, a pre_quant_scale, a low-rank branch, a stack of
+    experts.
     """
     model = checkpoint.quantized
     assert model is not None
@@ -51,6 +54,8 @@ def linear_job(linear: StoredLinear, checkpoint: Checkpoint, dialect: str) -> Jo
     if dialect == checkpoint.quantized.dialect:
         held = _LOOK_BYTES * linear.tensors["block_scale"].num_bytes
         return _checked(copy_linear(linear), lambda: check_scales(linear), held)
+
+    linear = replace(linear, tensors={r: i for r, i in linear.tensors.items() if r not in branches.RESIDUAL_ROLES})
 
     def make() -> tuple[Linears, Mapping[str, float]]:
         data = {role: read_tensor(info) for role, info in linear.tensors.items()}
@@ -151,7 +156,9 @@ def _outline(linear: StoredLinear, dtype: torch.dtype) -> QuantizedLinear:
         weight = replace(weight, block_scale=weight.block_scale.to(torch_dtype(linear.tensors["block_scale"])))
     scalar = torch.empty((), dtype=torch.float32, device="meta")
     input_scale = scalar if linear.scheme.needs_input_scale else None
-    return QuantizedLinear(linear.scheme, weight, input_scale, meta("pre_quant_scale"))
+    up, down = meta(branches.UP), meta(branches.DOWN)
+    low_rank = LowRank(up, down) if up is not None and down is not None else None
+    return QuantizedLinear(linear.scheme, weight, input_scale, meta("pre_quant_scale"), low_rank)
 
 
 def _kv_job(attention: str, infos: tuple[TensorInfo, TensorInfo], dialect: str) -> Job:

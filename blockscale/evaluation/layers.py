@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from blockscale.checkpoint.load import load_linear
+from blockscale.checkpoint.load import load_linear, plain_values
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.evaluation.result import LayerError
 from blockscale.formats.error import sqnr
@@ -13,8 +13,8 @@ def layer_errors(
 ) -> tuple[LayerError, ...]:
     """One entry per quantized linear that the reference has by the same name and shape; one in memory at a time.
 
-    A pre_quant_scale is multiplied back into the weight. Scales that an algorithm folded into neighbouring layers
-    cannot be seen here: such layers show more error than they have.
+    A low-rank branch counts as part of the weight, and a pre_quant_scale is multiplied back into it. Scales that an
+    algorithm folded into neighbouring layers cannot be seen here: such layers show more error than they have.
     """
     if candidate.quantized is None:
         return ()
@@ -26,12 +26,9 @@ def layer_errors(
             weight = weight.transpose(-1, -2) if stored.is_transposed else weight
             if tuple(weight.shape) == stored.shape:
                 linear = load_linear(stored, candidate.dtype)
-                decoded = linear.weight.dequantize(weight.float().dtype)
-                if linear.pre_quant_scale is not None:
-                    decoded = decoded * linear.pre_quant_scale.float()
                 count = weight.numel()
-                bits = 8 * linear.weight.num_bytes / count
-                errors.append(LayerError(name, linear.scheme.name, sqnr(weight, decoded), bits, count))
+                bits = 8 * linear.num_bytes / count
+                errors.append(LayerError(name, linear.scheme.name, sqnr(weight, plain_values(linear)), bits, count))
         if progress:
             progress(done, len(candidate.quantized.linears))
     return tuple(errors)

@@ -12,6 +12,7 @@ def reading(report: Report) -> list[str]:
     parts = [read_perplexity(report), read_divergence(report), read_agreement(report)]
     parts += [read_task(comparison) for comparison in report.task_comparisons]
     parts.append(read_layers(report))
+    parts += [f"Note: {notice}." for notice in report.notices]
     if report.texts:
         parts.append(
             "Intervals come from drawing whole windows of these texts again and again. They say how far the figures "

@@ -81,6 +81,7 @@ class Report:
     task_comparisons: tuple[TaskComparison, ...] = ()
     convention: str = ""
     recipe: str = ""
+    notices: tuple[str, ...] = ()  # what to know before the figures are believed
     versions: Mapping[str, str] = field(default_factory=dict)
     bytes: int | None = None
     bits_per_parameter: float | None = None
@@ -128,6 +129,7 @@ class Report:
             "bytes": self.bytes,
             "bits_per_parameter": self.bits_per_parameter,
             "convention": self.convention,
+            "notices": self.notices,
             "recipe": self.recipe,
             "date": self.date,
             "versions": self.versions,

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockscale.algorithms.divergence import TokenScores, score_tokens
 from blockscale.errors import ModelError, UsageError
-from blockscale.evaluation.divergence import TokenScores, score_tokens
 from blockscale.evaluation.result import TextResult
 from blockscale.evaluation.statistics import exp_interval, mean_intervals
 from blockscale.evaluation.windows import TokenWindows, Window

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blockscale.algorithms.straight_through import straight_through
 from blockscale.checkpoint.linear import KVScales
 from blockscale.errors import ModelError
 from blockscale.formats import fp8, nvfp4
@@ -52,7 +53,7 @@ def _transformed(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def kv_rounding(scales: KVScales, kv_format: str) -> KVTransform:
-    """Rounds keys and values as a quantized cache would hold them."""
+    """Rounds keys and values as a quantized cache would hold them. Gradients pass straight through."""
 
     def round_fp8(x: Tensor, scale: Tensor) -> Tensor:
         return fp8.decode_values(fp8.encode_values(x, scale, FP8), scale, FP8)
@@ -64,6 +65,7 @@ def kv_rounding(scales: KVScales, kv_format: str) -> KVTransform:
     rounding = {"fp8": round_fp8, "nvfp4": round_nvfp4}[kv_format]
 
     def transform(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return rounding(key, scales.key).to(key.dtype), rounding(value, scales.value).to(value.dtype)
+        rounded = [rounding(x.detach(), s).to(x.dtype) for x, s in ((key, scales.key), (value, scales.value))]
+        return straight_through(key, rounded[0]), straight_through(value, rounded[1])
 
     return transform

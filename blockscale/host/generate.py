@@ -52,12 +52,12 @@ def generate(
     if isinstance(context, int) and 0 < context <= ids.shape[1]:
         raise UsageError(f"the prompt has {ids.shape[1]} tokens: the model's context is {context}", hint="shorten it")
     is_sampling = sampling.temperature > 0
-    end_ids = _end_ids(hosted.model, tokenizer)
+    ends = end_ids(hosted.model, tokenizer)
     config = GenerationConfig(
         max_new_tokens=sampling.max_tokens,
         do_sample=is_sampling,
-        eos_token_id=end_ids or None,
-        pad_token_id=end_ids[0] if end_ids else 0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
         **({"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if is_sampling else {}),
     )
     with torch.inference_mode(), _seeded(sampling.seed if is_sampling else None):
@@ -68,12 +68,12 @@ def generate(
             streamer=streamer,
         )
     new = output[0, ids.shape[1] :].tolist()
-    has_ended = bool(new) and new[-1] in end_ids
+    has_ended = bool(new) and new[-1] in ends
     text = tokenizer.decode(new, skip_special_tokens=True)
     return Completion(text, len(new), "stop" if has_ended else "length")
 
 
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a text: the generation config's, else the tokenizer's."""
     found = model.generation_config.eos_token_id
     if found is None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.algorithms.fake_quantize import round_activation
+from blockscale.algorithms.residual_channels import augment_input
 from blockscale.checkpoint.linear import QuantizedLinear
 from blockscale.formats.nvfp4 import decode_unscaled
 from blockscale.formats.spec import Granularity
@@ -16,14 +18,31 @@ Observer = Callable[[str, Tensor], None]  # module name, input [..., K]
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W quantized, decoded for each call; inputs rounded as the scheme says if `is_emulating`."""
+    """y = x W^T + b with W quantized, decoded for each call; inputs rounded as the scheme says if `is_emulating`.
 
-    def __init__(self, linear: QuantizedLinear, bias: Tensor | None, *, is_emulating: bool) -> None:
+    A low-rank branch is added to that in any case. Residual channels correct rounded inputs: where inputs are not
+    rounded there is nothing to correct.
+
+    learning  fp32 of the weight's shape, without the global scale: what takes the stored codes' place while they are
+              being learned; gradients reach it, and the input straight through its rounding
+    """
+
+    def __init__(
+        self,
+        linear: QuantizedLinear,
+        bias: Tensor | None,
+        *,
+        is_emulating: bool,
+        activation_scale: ActivationScale = ActivationScale.AMAX,
+    ) -> None:
+        """`activation_scale`: how block scales of NVFP4 inputs are chosen."""
         super().__init__()
         weight = linear.weight
         self.linear = linear
         self.activation = linear.scheme.activation if is_emulating else None
+        self.activation_scale = activation_scale
         self.out_features, self.in_features = weight.shape[-2:]
+        self.learning: Tensor | None = None
         self.bias: Tensor | None
         self.register_buffer("bias", bias)
 
@@ -39,17 +58,40 @@ class PackedLinear(nn.Module):
         linear = self.linear
         if linear.pre_quant_scale is not None:
             x = x * linear.pre_quant_scale.to(x.dtype)
-        values, factor = x, torch.ones((), device=x.device)
-        if self.activation is not None:
-            values, factor = round_activation(x, self.activation, linear.input_global_scale)
-        weight, weight_factor = _unscaled(linear.weight, expert)
+        values, factor = self._rounded(x)
+        weight, weight_factor = self._weight(expert)
+        if self.activation is not None and linear.residual is not None:  # one product of depth K + S
+            weight = torch.cat((weight, _unscaled(linear.residual.weight, None)[0]), -1)
         # The tensor core sums in fp32, so emulation does; without global scales products also leave fp16's range.
         is_exact = self.activation is not None or x.dtype == torch.float16
         compute = torch.float32 if is_exact else x.dtype
         y = nn.functional.linear(values.to(compute), weight.to(compute)).float() * (factor * weight_factor)
+        if linear.low_rank is not None:
+            inner = nn.functional.linear(x.to(compute), linear.low_rank.down.to(compute))
+            y = y + nn.functional.linear(inner, linear.low_rank.up.to(compute)).float()
         if self.bias is not None:
             y = y + (self.bias if expert is None else self.bias[expert])
         return y.to(x.dtype)
+
+    def _weight(self, expert: int | None) -> tuple[Tensor, Tensor]:
+        """See `_unscaled`."""
+        if self.learning is None:
+            return _unscaled(self.linear.weight, expert)
+        assert self.linear.weight.global_scale is not None
+        return self.learning if expert is None else self.learning[expert], self.linear.weight.global_scale
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(values [..., K], or [..., K + S] with residual channels, factor)."""
+        activation, linear = self.activation, self.linear
+        if activation is None:
+            return x, torch.ones((), device=x.device)
+
+        def round_input(part: Tensor) -> tuple[Tensor, Tensor]:
+            return round_activation(part, activation, linear.input_global_scale, self.activation_scale)
+
+        if linear.residual is None:
+            return round_input(x)
+        return augment_input(x, linear.residual.channels, round_input)
 
 
 def _unscaled(q: QuantizedTensor, expert: int | None) -> tuple[Tensor, Tensor]:

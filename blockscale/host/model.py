@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.load import load_kv_scales
 from blockscale.checkpoint.reader import Checkpoint, open_checkpoint
-from blockscale.errors import ModelError
+from blockscale.errors import ModelError, UsageError
 from blockscale.host import attention
 from blockscale.host.skeleton import build_skeleton, load_config
 from blockscale.host.weights import HostedWeights, host_weights, materialize
@@ -17,17 +18,27 @@ from blockscale.host.weights import HostedWeights, host_weights, materialize
 
 @dataclass(frozen=True)
 class HostedModel:
-    """`model` is a transformers causal language model; `checkpoint` is what it was loaded from."""
+    """`model` is a transformers causal language model; `checkpoint` is what it was loaded from.
+
+    activation_scale  how block scales of NVFP4 inputs are chosen where they are rounded
+    """
 
     checkpoint: Checkpoint
     model: Any
     device: torch.device
+    activation_scale: ActivationScale = ActivationScale.AMAX
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, T] -> fp32 logits [B, T, V]."""
         check_ids(input_ids, self.model)
         return self.model(input_ids=input_ids.to(self.device), use_cache=False).logits.float()
+
+
+def check_device(device: str) -> None:
+    """UsageError for one that this machine lacks."""
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise UsageError(f"device '{device}' is not available", hint="cpu, or cuda where torch sees a GPU")
 
 
 def check_ids(ids: Tensor, model: Any) -> None:
@@ -40,11 +51,18 @@ def check_ids(ids: Tensor, model: Any) -> None:
         )
 
 
-def load_model(path: Path, *, device: str = "cpu", emulate_activations: bool = True) -> HostedModel:
+def load_model(
+    path: Path,
+    *,
+    device: str = "cpu",
+    emulate_activations: bool = True,
+    activation_scale: ActivationScale | None = None,
+) -> HostedModel:
     """Loads a checkpoint of any dialect, or a 16-bit model.
 
     On the CPU arithmetic is fp32 whatever the weights are stored in; elsewhere it is the checkpoint's own type.
     emulate_activations   round linears' inputs and the KV cache as the scheme says (W4A4); else weights only
+    activation_scale      how block scales of NVFP4 inputs are chosen; by default as the checkpoint says
     ModelError for an architecture that transformers lacks or weights that do not fit it.
     """
     checkpoint = open_checkpoint(path)
@@ -53,13 +71,13 @@ def load_model(path: Path, *, device: str = "cpu", emulate_activations: bool = T
     quantized = checkpoint.quantized
     has_kv = emulate_activations and quantized is not None and bool(quantized.kv_tensors)
     model: Any = build_skeleton(config, dtype, with_kv_transforms=has_kv)
-    weights = host_weights(model, checkpoint, is_emulating=emulate_activations)
+    weights = host_weights(model, checkpoint, is_emulating=emulate_activations, activation_scale=activation_scale)
     materialize(model, weights)
     model.tie_weights()
     if has_kv:
         _round_kv_cache(model, weights)
     _load_generation_config(model, path)
-    return HostedModel(checkpoint, model.to(device), torch.device(device))
+    return HostedModel(checkpoint, model.to(device), torch.device(device), weights.activation_scale)
 
 
 def _round_kv_cache(model: Any, weights: HostedWeights) -> None:

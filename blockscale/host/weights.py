@@ -8,12 +8,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.dialects.stored import StoredLinear
-from blockscale.checkpoint.load import load_linear
+from blockscale.checkpoint.load import load_linear, plain_values
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.errors import ModelError
-from blockscale.formats.tensor import decode
 from blockscale.host.experts import ExpertStack, host_experts, is_fused_experts
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.skeleton import checkpoint_names
@@ -28,6 +28,8 @@ class HostedWeights:
     kept      16-bit tensors by parameter name
     packed    quantized linears by module name
     stored    module name in the model -> module name in the checkpoint
+
+    activation_scale   how block scales of NVFP4 inputs are chosen where inputs are rounded
     """
 
     checkpoint: Checkpoint
@@ -35,10 +37,14 @@ class HostedWeights:
     packed: Mapping[str, StoredLinear]
     stored: Mapping[str, str]
     is_emulating: bool
+    activation_scale: ActivationScale = ActivationScale.AMAX
 
 
-def host_weights(model: Any, checkpoint: Checkpoint, *, is_emulating: bool) -> HostedWeights:
-    """Maps names and gives fused experts a place for each expert's linears."""
+def host_weights(
+    model: Any, checkpoint: Checkpoint, *, is_emulating: bool, activation_scale: ActivationScale | None = None
+) -> HostedWeights:
+    """Maps names and gives fused experts a place for each expert's linears. `activation_scale`: by default the
+    checkpoint's own."""
     linears = checkpoint.quantized.linears if checkpoint.quantized else {}
     # renamings are written for parameter names, so a packed linear asks for its weight's
     weight_names = {f"{module}.weight": module for module in linears}
@@ -47,7 +53,8 @@ def host_weights(model: Any, checkpoint: Checkpoint, *, is_emulating: bool) -> H
     packed = {renamed[name].removesuffix(".weight"): linears[module] for name, module in weight_names.items()}
     stored = {new.removesuffix(".weight"): old.removesuffix(".weight") for old, new in renamed.items()}
     _unfuse_experts(model, {*kept, *(f"{module}.weight" for module in packed)})
-    return HostedWeights(checkpoint, kept, packed, stored, is_emulating)
+    method = checkpoint.activation_scale if activation_scale is None else activation_scale
+    return HostedWeights(checkpoint, kept, packed, stored, is_emulating, method)
 
 
 def _unfuse_experts(model: nn.Module, names: set[str]) -> None:
@@ -105,6 +112,8 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
 
 def materialized_copy(model: nn.Module, weights: HostedWeights, path: str) -> nn.Module:
     """The submodule at `path` with weights, as a copy: the skeleton stays empty and the copy can be dropped."""
+    if not path:
+        return materialize(copy.deepcopy(model), weights)
     parent, _, leaf = path.rpartition(".")
     holder = model.get_submodule(parent)
     empty = getattr(holder, leaf) if not leaf.isdigit() else holder[int(leaf)]  # type: ignore[index]
@@ -143,7 +152,9 @@ def _linear(module: nn.Linear | ExpertStack, name: str, weights: HostedWeights) 
     if name in weights.packed:
         _check_shape(name, weights.packed[name].shape, shape)
         linear = load_linear(weights.packed[name], weights.checkpoint.dtype)
-        return PackedLinear(linear, _read_bias(module, name, shape, weights), is_emulating=weights.is_emulating)
+        bias = _read_bias(module, name, shape, weights)
+        method = weights.activation_scale
+        return PackedLinear(linear, bias, is_emulating=weights.is_emulating, activation_scale=method)
     if kept_name not in weights.kept:
         return None
     weight = weights.kept[kept_name].read()
@@ -172,7 +183,7 @@ def _read_parameter(name: str, parameter: nn.Parameter, weights: HostedWeights) 
     """A tensor that is no linear's weight, in the model's dtype; decoded if it is packed all the same."""
     module = name.removesuffix(".weight")
     if module in weights.packed:
-        value = decode(load_linear(weights.packed[module], weights.checkpoint.dtype).weight)
+        value = plain_values(load_linear(weights.packed[module], weights.checkpoint.dtype))
     elif name in weights.kept:
         value = weights.kept[name].read()
     else:

@@ -4,13 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blockscale.algorithms.activation_scale import ActivationScale
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.folder import HF_QUANT_CONFIG, Folder
 from blockscale.checkpoint.groups import expert_set
 from blockscale.checkpoint.linear import Scheme
+from blockscale.checkpoint.record import read_activation_scale
 from blockscale.checkpoint.shards import INDEX_NAME
 from blockscale.checkpoint.structure import text_config
+from blockscale.errors import CheckpointError
 from blockscale.formats.spec import NVFP4
 from blockscale.inspection.reading import Reading
 
@@ -30,6 +34,9 @@ class Facts:
     stack              a stack of experts in one tensor; "" without any
     uneven_experts     a layer whose experts are not all stored alike; "" without any
     pre_quant_scales   linears whose input is scaled by channel (AWQ)
+    low_rank           a linear with a low-rank branch; "" without any
+    residual           a linear with residual channels; "" without any
+    activation_scale   how block scales of NVFP4 inputs are to be chosen, where that is not by amax; else ""
     num_untiled        NVFP4 linears whose K is no multiple of GGML's block
     kv_format          of the KV cache, as the config announces it
     is_named           whether the files are where a loader looks that does not list the folder
@@ -48,6 +55,9 @@ class Facts:
     stack: str
     uneven_experts: str
     pre_quant_scales: tuple[str, ...]
+    low_rank: str
+    residual: str
+    activation_scale: str
     num_untiled: int
     kv_format: str | None
     has_kv_scales: bool
@@ -69,6 +79,7 @@ def gather_facts(reading: Reading, more_faults: Iterable[Fault]) -> Facts:
     by_file = {file: "" if claim.algorithm is None else str(claim.algorithm) for file, claim in claims.items()}
     algorithm = by_file.get("config.json") or by_file.get(HF_QUANT_CONFIG, "")
     linears = list(model.linears.values()) if model is not None else []
+    schemes = _distinct(linear.scheme for linear in linears)
     in_experts = [linear for linear in linears if expert_set(linear.name) is not None]
     return Facts(
         method=folder.method,
@@ -79,11 +90,14 @@ def gather_facts(reading: Reading, more_faults: Iterable[Fault]) -> Facts:
         algorithm=algorithm,
         file_algorithm=by_file.get(HF_QUANT_CONFIG) or algorithm,
         layer_algorithms=frozenset(a for c in claims.values() if c.layers for a in c.layers.values()),
-        schemes=_distinct(linear.scheme for linear in linears),
+        schemes=schemes,
         expert_schemes=_distinct(linear.scheme for linear in in_experts),
         stack=next((linear.name for linear in linears if len(linear.shape) == 3), ""),
         uneven_experts="" if model is None else _uneven_experts(model, reading.kept),
         pre_quant_scales=tuple(linear.name for linear in linears if "pre_quant_scale" in linear.tensors),
+        low_rank=next((linear.name for linear in linears if branches.has_low_rank(linear.tensors)), ""),
+        residual=next((linear.name for linear in linears if branches.has_residual(linear.tensors)), ""),
+        activation_scale=_activation_scale(folder, schemes),
         num_untiled=sum(linear.scheme.weight is NVFP4 and linear.shape[-1] % _GGML_BLOCK > 0 for linear in linears),
         kv_format=None if model is None else model.kv_format,
         has_kv_scales=model is not None and bool(model.kv_tensors),
@@ -100,6 +114,15 @@ def _text_model_type(folder: Folder) -> str:
     if inner is not folder.config and own is None and isinstance(outer, str):
         return f"{outer}_text"
     return own if isinstance(own, str) else ""
+
+
+def _activation_scale(folder: Folder, schemes: Iterable[Scheme]) -> str:
+    try:
+        method = read_activation_scale(folder.path)
+    except CheckpointError:  # a fault that reading has named
+        return ""
+    rounds = any(scheme.activation is NVFP4 for scheme in schemes)
+    return method.value if rounds and method is not ActivationScale.AMAX else ""
 
 
 def _unwrapped(quant_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -155,11 +155,22 @@ _NO_KV_SCALES = (
     lambda f: f.kv_format is not None and not f.has_kv_scales,
     "the KV cache has no scales: 1.0 is taken for each",
 )
+_NO_LOW_RANK = (lambda f: f.low_rank, "runs no low-rank branch beside a weight ({})")
+_NO_RESIDUAL = (
+    lambda f: f.residual,
+    "runs no residual channels ({}): `blockscale convert --to compressed-tensors` leaves them out",
+)
+_BY_AMAX = (
+    lambda f: f.activation_scale,
+    "chooses block scales of activations by amax, where blockscale does by {}",
+)
 _OLD_GPU = "activations are rounded to 4 bits on Blackwell; older GPUs compute with 16-bit activations"
 
 OBSTACLES: dict[str, Table] = {
     VLLM: (
         _UNNAMED,
+        _NO_LOW_RANK,
+        _NO_RESIDUAL,
         (
             _other_algorithm(
                 ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION"),
@@ -186,6 +197,8 @@ OBSTACLES: dict[str, Table] = {
     ),
     SGLANG: (
         _UNNAMED,
+        _NO_LOW_RANK,
+        _NO_RESIDUAL,
         (
             _other_algorithm(("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")),
             "takes no quant_algo {}",
@@ -215,6 +228,8 @@ OBSTACLES: dict[str, Table] = {
     ),
     TENSORRT_LLM: (
         _UNNAMED,
+        _NO_LOW_RANK,
+        _NO_RESIDUAL,
         (
             _other_algorithm(
                 (
@@ -259,6 +274,7 @@ OBSTACLES: dict[str, Table] = {
     LLAMA_CPP: (
         (lambda f: f.model_type not in GGUF_MODEL_TYPES, "blockscale writes no GGUF of this architecture"),
         (lambda f: not f.has_tokenizer, "a GGUF file holds the tokenizer, and this folder has none"),
+        _NO_LOW_RANK,
     ),
     BLOCKSCALE: (
         (_source("fp8", _has_other_block), "reads FP8 in blocks of 128 x 128 only"),
@@ -269,22 +285,25 @@ OBSTACLES: dict[str, Table] = {
 REMARKS: dict[str, Table] = {
     VLLM: (
         (_rounds_inputs_to_4_bits, _OLD_GPU),
+        _BY_AMAX,
         _NO_KV_SCALES,
         (
             lambda f: _is_modelopt(f) and f.kv_format == "nvfp4" and "kv_cache_scheme" in f.settings,
             "the KV cache stays in 16 bits: NVFP4 in kv_cache_scheme is not read",
         ),
     ),
-    SGLANG: ((_rounds_inputs_to_4_bits, _OLD_GPU), _NO_KV_SCALES),
+    SGLANG: ((_rounds_inputs_to_4_bits, _OLD_GPU), _BY_AMAX, _NO_KV_SCALES),
     TENSORRT_LLM: (
         (
             lambda f: _is_modelopt(f) and f.file_settings is None,
             "reads config.json; older releases look for hf_quant_config.json, which is not here",
         ),
+        _BY_AMAX,
         _NO_KV_SCALES,
     ),
     TRANSFORMERS: (
         (_is_ct, "with the compressed-tensors package"),
+        _BY_AMAX,
         (_source("awq"), "with the gptqmodel package"),
         (_source("gptq"), "with the gptqmodel and optimum packages"),
     ),
@@ -292,6 +311,7 @@ REMARKS: dict[str, Table] = {
         (lambda f: f.num_untiled > 0 and str(f.num_untiled), "{} weights whose K is no multiple of 64 become 16 bits"),
         (lambda f: next(iter(f.pre_quant_scales), ""), "weights with a pre_quant_scale become 16 bits ({})"),
         (lambda f: f.has_kv_scales, "scales of the KV cache are left out"),
+        (lambda f: f.residual, "residual channels are left out ({})"),
     ),
     BLOCKSCALE: (),
 }
@@ -314,6 +334,7 @@ _STOPS_ONLY: dict[str, tuple[str, ...]] = {
     "one-sided-kv-scale": _SERVERS,
     "quantized-lm-head": (VLLM, SGLANG),
     "tower-quantized": (VLLM, SGLANG),
+    "unknown-activation-scale": (),  # a file that they do not read
 }
 # What no engine runs without, though the rest of the checkpoint can be read.
 _STOPS_ALL = ("missing-layers", "missing-tensor")

@@ -35,7 +35,7 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes and every scale."""
+        """Of codes, every scale, and what lies beside them."""
         return sum(info.num_bytes for info in self.weight.tensors)
 
 
@@ -54,6 +54,16 @@ class Layer:
     def activation(self) -> str | None:
         """What the input is rounded to; None: it stays in 16 bits."""
         return _joined_names(m.weight.activation for m in self.members)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its low-rank branches; 0 without any."""
+        return max(m.weight.rank for m in self.members)
+
+    @property
+    def num_residual_channels(self) -> int:
+        """The most that a member has."""
+        return max(m.weight.num_residual_channels for m in self.members)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -83,6 +93,8 @@ class Layer:
             "members": [m.weight.name for m in self.members],
             "format": self.format,
             "activation": self.activation,
+            "rank": self.rank,
+            "num_residual_channels": self.num_residual_channels,
             "shape": [*lead, sum(shape[-2] for shape in shapes), k] if is_one and len(shapes[0]) > 1 else None,
             "shapes": [list(shape) for shape in shapes],
             "num_parameters": self.num_parameters,

@@ -1,6 +1,6 @@
 """A checkpoint as far as it can be read: everything found, and everything that is wrong with it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,8 @@ from blockscale.checkpoint.dialects.stored import StoredModel
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.folder import Folder, survey_folder
 from blockscale.checkpoint.header import TensorInfo
+from blockscale.checkpoint.record import RECORD_NAME, read_activation_scale
+from blockscale.errors import CheckpointError
 
 _READERS = {"modelopt": modelopt.read_model, "compressed-tensors": compressed_tensors.read_model}
 
@@ -63,7 +65,16 @@ def read_surveyed(folder: Folder) -> Reading:
     hidden = {"unknown-algorithm"} if "no-quantization-config" in is_known else set[str]()
     if is_known & {"unreadable-file", "missing-shard"}:
         hidden.add("nothing-quantized")  # what is quantized may lie in there
-    return Reading(folder, model, kept, (*faults, *(f for f in model.faults if f.rule not in hidden)))
+    faults += (fault for fault in model.faults if fault.rule not in hidden)
+    faults += _record_faults(folder)
+    return Reading(folder, model, kept, tuple(faults))
+
+
+def _record_faults(folder: Folder) -> Iterator[Fault]:
+    try:
+        read_activation_scale(folder.path)
+    except CheckpointError as e:
+        yield Fault("unknown-activation-scale", RECORD_NAME, str(e), e.hint)
 
 
 def _dialect_by_names(folder: Folder) -> str | None:

@@ -57,10 +57,12 @@ def layer_rows(inspection: Inspection, *, every: bool = False) -> list[LayerRow]
     """`every`: one row a layer; otherwise repeated ones are one."""
     if every:
         return [_layer_row(Row(layer.name, (layer,))) for layer in inspection.layers]
-    rows = collapse(
-        inspection.layers, lambda layer: layer.name, lambda layer: (layer.format, layer.activation, layer.shapes)
-    )
+    rows = collapse(inspection.layers, lambda layer: layer.name, _alike)
     return [_layer_row(row) for row in rows]
+
+
+def _alike(layer: Layer) -> tuple[object, ...]:
+    return layer.format, layer.activation, layer.shapes, layer.rank, layer.num_residual_channels
 
 
 def _layer_row(row: Row[Layer]) -> LayerRow:
@@ -69,7 +71,7 @@ def _layer_row(row: Row[Layer]) -> LayerRow:
     return LayerRow(
         row.name,
         len(row.items),
-        first.format,
+        format_text(first),
         first.activation or "16-bit",
         shape_text(first.shapes),
         sum(m.num_parameters for m in members),
@@ -78,6 +80,15 @@ def _layer_row(row: Row[Layer]) -> LayerRow:
         range_text(input_range(members)),
         joined_census(members),
     )
+
+
+def format_text(layer: Layer) -> str:
+    """`nvfp4 + rank 32 + 64 residual channels`: the format, and what lies beside the codes."""
+    rank, channels = layer.rank, layer.num_residual_channels
+    parts = [layer.format]
+    parts += [f"rank {rank}"] if rank else []
+    parts += [f"{channels} residual channels"] if channels else []
+    return " + ".join(parts)
 
 
 def kept_rows(inspection: Inspection, *, every: bool = False) -> list[KeptRow]:

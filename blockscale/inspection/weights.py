@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredLinear
 from blockscale.checkpoint.folder import Folder
 from blockscale.checkpoint.header import TensorInfo
@@ -31,8 +32,10 @@ class Weight:
     format       of its elements and block scales
     activation   what its input is rounded to; None: it stays in 16 bits
     shape        [N, K], or [E, N, K] of a stack
-    tensors      codes and every scale
+    tensors      codes, every scale, and what lies beside them
     block_scale  one byte a block, where there are such
+    rank         of a low-rank branch beside it; 0 without one
+    num_residual_channels   0 without any
     """
 
     name: str
@@ -41,6 +44,8 @@ class Weight:
     shape: tuple[int, ...]
     tensors: tuple[TensorInfo, ...]
     block_scale: TensorInfo | None = None
+    rank: int = 0
+    num_residual_channels: int = 0
 
 
 def plain_format(info: TensorInfo) -> str:
@@ -98,6 +103,8 @@ def _from_dialect(linear: StoredLinear) -> Weight:
         linear.shape,
         tuple(linear.tensors.values()),
         linear.tensors.get("block_scale") if weight.granularity is Granularity.BLOCK else None,
+        branches.rank(linear.tensors),
+        branches.num_residual_channels(linear.tensors),
     )
 
 

@@ -24,7 +24,10 @@ from blockscale.checkpoint.structure import NOT_RUN, with_untied_head
 from blockscale.checkpoint.units import run_units
 from blockscale.errors import RecipeError
 from blockscale.formats.tensor import empty_like_quantized
-from blockscale.quantization.plan import Plan, kept_modules
+from blockscale.quantization.calibration_data import CalibrationData
+from blockscale.quantization.layerwise.branches import empty_branches
+from blockscale.quantization.layerwise.method import METHODS, Method
+from blockscale.quantization.plan import Plan, PlannedLinear, kept_modules
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.summary import LayerRecord, Summary
@@ -50,11 +53,13 @@ def run(
     output: OutputFolder,
     statistics: ActivationStatistics,
     *,
-    calibration: str = "",
+    calibration: CalibrationData | None = None,
+    search: Mapping[str, object] | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Summary:
-    """Streams every unit into `output` and publishes it."""
+    """Streams every unit into `output` and publishes it. `calibration`: what `statistics` were found on; `search`: how
+    the recipe was, for the checkpoint's record."""
     dialect = DIALECTS[recipe.dialect]
     units = make_units(plan, output, dialect, statistics, device)
     total = sum(unit.num_bytes for unit in units)
@@ -73,11 +78,11 @@ def run(
     files = dialect.config_files(
         with_untied_head(source.config, plan.linears), schemes, kept_modules(plan), recipe.kv_cache
     )
-    files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics)
+    files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics, search)
     output.finish(files, source.companions, check=lambda path: _check_result(path, plan))
     num_parameters = sum(math.prod(t.shape) for t in source.tensors.values())
     bits = 8 * output.tensor_bytes / num_parameters
-    notices = plan.notices + statistics.notices
+    notices = plan.notices + (calibration.notices if calibration else ()) + statistics.notices
     return Summary(output.out, source.num_bytes, output.num_bytes, num_parameters, bits, layers, plan.kept, notices)
 
 
@@ -88,12 +93,9 @@ def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> La
     """
     dialect = DIALECTS[recipe.dialect]
     by_first: list[tuple[str, dict[str, Tensor]]] = []
+    method = METHODS[recipe.method] if recipe.method else None
     for linear in plan.linears.values():
-        weight = empty_like_quantized(linear.shape, linear.scheme.weight, linear.tensor.dtype)
-        scalar = torch.empty((), device="meta")
-        input_scale = scalar if linear.scheme.needs_input_scale else None
-        quantized = QuantizedLinear(linear.scheme, weight, input_scale)
-        by_first.append((linear.tensor.name, dialect.to_tensors(linear.module, quantized)))
+        by_first.append((linear.tensor.name, dialect.to_tensors(linear.module, _empty_linear(linear, method))))
     dialect.config_files({}, {m: linear.scheme for m, linear in plan.linears.items()}, [], recipe.kv_cache)
     by_first += [(t.name, {t.name: torch.empty(t.shape, dtype=t.dtype, device="meta")}) for t in plan.copied]
     position = {name: i for i, name in enumerate(_source_order(plan))}
@@ -108,13 +110,25 @@ def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> La
     return layout
 
 
+def _empty_linear(linear: PlannedLinear, method: Method | None) -> QuantizedLinear:
+    """On the meta device, with everything that will be stored of it."""
+    weight = empty_like_quantized(linear.shape, linear.scheme.weight, linear.tensor.dtype)
+    scale = torch.empty((), device="meta") if linear.scheme.needs_input_scale else None
+    branches = empty_branches(linear, method) if method is not None else {}
+    return QuantizedLinear(linear.scheme, weight, scale, **branches)
+
+
 def _source_order(plan: Plan) -> list[str]:
     tensors = [linear.tensor for linear in plan.linears.values()] + list(plan.copied)
     return [t.name for t in sorted(tensors, key=lambda t: (str(t.stored[0].path), t.stored[0].offset))]
 
 
 def _provenance(
-    recipe: Recipe, layers: Mapping[str, LayerRecord], calibration: str, statistics: ActivationStatistics
+    recipe: Recipe,
+    layers: Mapping[str, LayerRecord],
+    calibration: CalibrationData | None,
+    statistics: ActivationStatistics,
+    search: Mapping[str, object] | None,
 ) -> str:
     import transformers
 
@@ -123,8 +137,10 @@ def _provenance(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "recipe": recipe.to_yaml(),
-        "calibration_digest": calibration or None,
+        "calibration_digest": calibration.digest if calibration else None,
         "num_calibration_tokens": statistics.num_tokens,
+        "calibration": calibration.to_dict() if calibration else None,
+        **({"search": search} if search else {}),
         "layers": {module: vars(record) for module, record in layers.items()},
     }
     return json.dumps(data, indent=1) + "\n"

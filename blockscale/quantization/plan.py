@@ -193,3 +193,12 @@ def _check_patterns(recipe: Recipe, source: Source) -> None:
 def kept_modules(plan: Plan) -> list[str]:
     """What loaders must leave alone, for a config's list of them."""
     return unquantized_modules(plan.linears, {t.name: t.shape for t in plan.copied}, plan.kept)
+
+
+def kv_modules(source: Source) -> tuple[str, ...]:
+    """Attention modules whose cache can have scales: those with a k_proj and a v_proj. RecipeError without any."""
+    suffix = ".k_proj.weight"
+    found = tuple(n.removesuffix(suffix) for n in source.tensors if n.endswith(suffix))
+    if not found:
+        raise RecipeError("the model has no k_proj and v_proj to attach KV-cache scales to", hint="drop --kv-cache")
+    return found

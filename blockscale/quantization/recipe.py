@@ -4,6 +4,8 @@
     weight: nvfp4            # a format of blockscale.formats.spec
     activation: nvfp4        # or null: activations stay in 16 bits
     scale: sweep             # amax | sweep | four_over_six
+    method: best             # gptq | awq | smoothquant | svdquant | best | best-arc | learned; looks at text
+    activation_scale: amax   # four_over_six | sweep: block scales of activations, as only blockscale runs them
     kv_cache: fp8            # or nvfp4, or null
     keep: ["*.layers.0.*"]   # stays in 16 bits, beside what always does
     rules:                   # first match wins; `weight: keep` keeps
@@ -20,10 +22,12 @@ from typing import Any
 
 import yaml
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.linear import Scheme
 from blockscale.checkpoint.reader import DIALECTS
 from blockscale.errors import FormatError, RecipeError
 from blockscale.formats.spec import get_format
+from blockscale.quantization.layerwise.method import METHODS
 from blockscale.quantization.weight import ScaleMethod
 
 KEEP = "keep"
@@ -52,6 +56,8 @@ class Recipe:
     keep: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     dialect: str = "modelopt"
+    method: str | None = None
+    activation_scale: str = "amax"
 
     @property
     def default_rule(self) -> Rule:
@@ -59,9 +65,11 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether some scale can only be found by running the model."""
+        """Whether something can only be found by running the model."""
+        if self.method is not None or self.kv_cache is not None:
+            return True
         rules = [r for r in (*self.rules, self.default_rule) if r.weight != KEEP]
-        return self.kv_cache is not None or any(rule_scheme(r).needs_input_scale for r in rules)
+        return any(rule_scheme(r).needs_input_scale for r in rules)
 
     def to_yaml(self) -> str:
         data = {k: v for k, v in asdict(self).items() if v not in (None, ())}
@@ -78,6 +86,11 @@ RECIPES: dict[str, Recipe] = {
         Recipe("nvfp4-sweep", "nvfp4", "nvfp4", scale="sweep"),
         Recipe("nvfp4-w4a16", "nvfp4"),
         Recipe("nvfp4-w4a16-sweep", "nvfp4", scale="sweep"),
+        *(
+            Recipe(f"nvfp4-{n}", "nvfp4", "nvfp4", scale="sweep", method=n, activation_scale=m.activation_scale)
+            for n, m in METHODS.items()
+        ),
+        *(Recipe(f"nvfp4-w4a16-{name}", "nvfp4", scale="sweep", method=name) for name in METHODS if name != "best-arc"),
         Recipe("mxfp4", "mxfp4", "mxfp4", dialect="compressed-tensors"),
         Recipe("fp8", "fp8-channel", "fp8-token", dialect="compressed-tensors"),
     )
@@ -155,6 +168,12 @@ def _checked(recipe: Recipe) -> Recipe:
                 raise RecipeError(f"recipe {recipe.name}: scale '{rule.scale}' is for NVFP4, not {rule.weight}")
     if recipe.dialect not in DIALECTS:
         raise RecipeError(f"recipe {recipe.name}: unknown dialect '{recipe.dialect}'", hint=", ".join(DIALECTS))
+    if recipe.method is not None and recipe.method not in METHODS:
+        raise RecipeError(f"recipe {recipe.name}: unknown method '{recipe.method}'", hint=", ".join(METHODS))
+    scales = [scale.value for scale in ActivationScale]
+    if recipe.activation_scale not in scales:
+        hint = ", ".join(scales)
+        raise RecipeError(f"recipe {recipe.name}: unknown activation_scale '{recipe.activation_scale}'", hint=hint)
     if recipe.kv_cache not in (None, *KV_FORMATS):
         raise RecipeError(f"recipe {recipe.name}: unknown kv_cache '{recipe.kv_cache}'", hint="fp8, nvfp4 or null")
     return recipe
@@ -170,6 +189,14 @@ def with_options(recipe: Recipe, keep: tuple[str, ...], kv_cache: str | None, di
             dialect=dialect or recipe.dialect,
         )
     )
+
+
+def without_calibration(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe as far as it goes without text, for one without a method, and what its user is told."""
+    if recipe.kv_cache is not None:
+        raise RecipeError("KV-cache scales need calibration text", hint="add --calibration FILE, or --calibration self")
+    notice = "no calibration text: activations stay in 16 bits (W4A16); give --calibration FILE for W4A4"
+    return without_static_activations(recipe), (notice,)
 
 
 def without_static_activations(recipe: Recipe) -> Recipe:

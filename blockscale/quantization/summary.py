@@ -1,19 +1,27 @@
 """What a quantization did, for its caller and for the checkpoint's own record."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What became of one linear, as kept in blockscale.json."""
+    """What became of one linear, as kept in blockscale.json.
+
+    chosen     the candidate that won for its fused group, where there were several ways
+    gain       share of round to nearest's output error that it removed, on held-back tokens
+    smoothing  what its input's scales were made from
+    """
 
     format: str
     activation: str | None
     shape: tuple[int, ...]
     sqnr_db: float | None
     input_amax: float | None
+    chosen: str | None = None
+    gain: float | None = None
+    smoothing: str | None = None
 
     @property
     def scheme(self) -> str:
@@ -21,8 +29,28 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class Learning:
+    """What learning over the whole model changed, as kept in blockscale.json. KL(16 bits || quantized) in nats a token,
+    on windows that nothing was learned from.
+
+    best_step  how many steps had been taken when the model stood as it was written; 0: nothing was better than the
+               start
+    """
+
+    steps: int
+    seed: int
+    best_step: int
+    kl_before: float
+    kl_after: float
+    num_codes: int
+    num_codes_changed: int
+    num_block_scales_changed: int
+    num_gains_changed: int
+
+
+@dataclass(frozen=True)
 class Summary:
-    """What `quantize` did. `layers` by module; `kept` module -> why."""
+    """What `quantize` did. `layers` by module; `kept` module -> why; `learning`: None without any."""
 
     out: Path
     source_bytes: int
@@ -32,6 +60,7 @@ class Summary:
     layers: Mapping[str, LayerRecord]
     kept: Mapping[str, str]
     notices: tuple[str, ...]
+    learning: Learning | None = None
 
     @property
     def formats(self) -> list[str]:
@@ -47,4 +76,5 @@ class Summary:
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         layers = {name: vars(layer) for name, layer in self.layers.items()}
-        return {**vars(self), "out": str(self.out), "layers": layers}
+        learning = asdict(self.learning) if self.learning is not None else None
+        return {**vars(self), "out": str(self.out), "layers": layers, "learning": learning}

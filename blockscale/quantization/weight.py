@@ -27,7 +27,7 @@ class ScaleMethod(Enum):
 
 
 _BLOCK_SCALE = {ScaleMethod.SWEEP: best_block_scale, ScaleMethod.FOUR_OVER_SIX: four_or_six_block_scale}
-_HEADROOM = 1.75  # how far a searched scale may lie above the amax scale: 448 / 256
+HEADROOM = 1.75  # how far a searched scale may lie above the amax scale: 448 / 256
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WeightError:
 def global_scale_from_amax(amax: Tensor, method: ScaleMethod, fmt: Format = NVFP4) -> Tensor:
     """fp32 0-d global scale for the largest magnitude of a tensor, or of all the tensors that share it."""
     assert fmt.unscaled_max is not None
-    headroom = 1.0 if method is ScaleMethod.AMAX else _HEADROOM
+    headroom = 1.0 if method is ScaleMethod.AMAX else HEADROOM
     return nvfp4.global_scale_from_amax(amax, fmt.unscaled_max / headroom)
 
 

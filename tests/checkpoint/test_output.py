@@ -21,7 +21,7 @@ from torch import Tensor
 from blockscale.checkpoint import output
 from blockscale.checkpoint.folder import open_folder
 from blockscale.checkpoint.header import read_header
-from blockscale.checkpoint.output import OutputFolder, partial_path
+from blockscale.checkpoint.output import PROGRESS_NAME, OutputFolder, partial_path
 from blockscale.checkpoint.tensors import torch_dtype
 from blockscale.errors import CheckpointError, OutputError
 
@@ -391,13 +391,23 @@ def test_an_interruption_without_progress_keeps_nothing(job: Job, tmp_path: Path
 def test_an_interruption_keeps_another_stages_state(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = job.open(out)
-    result.state_path("calibration.safetensors").write_bytes(b"statistics")
+    state = result.state_path("calibration")
+    state.mkdir()
+    (state / PROGRESS_NAME).write_bytes(b"statistics")
     result.__exit__(KeyboardInterrupt, None, None)
     with job.open(out, resume=True) as result:
         assert result.was_resumed
-        assert result.state_path("calibration.safetensors").read_bytes() == b"statistics"
-    with job.open(out, resume=False) as result:
-        assert not result.state_path("calibration.safetensors").exists()
+        assert (state / PROGRESS_NAME).read_bytes() == b"statistics"
+    with job.open(out, resume=False):
+        assert not state.exists()
+
+
+def test_an_interruption_keeps_nothing_of_a_stage_that_only_began(job: Job, tmp_path: Path) -> None:
+    result = job.open(tmp_path / "out")
+    result.state_path("calibration").mkdir()
+    (result.state_path("calibration") / "hidden").write_bytes(b"states")
+    result.__exit__(KeyboardInterrupt, None, None)
+    check_gone(tmp_path / "out")
 
 
 def interrupted(job: Job, out: Path, until: int = 3) -> Path:
@@ -572,14 +582,14 @@ def test_a_lock_ends_with_its_process(job: Job, whole: dict[str, bytes], tmp_pat
 def test_a_folder_that_was_finished_while_one_waited_for_the_lock(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, lock = tmp_path / "out", output._lock_folder
+    out, lock = tmp_path / "out", output.lock_folder
 
     def slow_lock(path: Path, target: Path) -> int:
-        monkeypatch.setattr(output, "_lock_folder", lock)
+        monkeypatch.setattr(output, "lock_folder", lock)
         job.run(out)
         return lock(path, target)
 
-    monkeypatch.setattr(output, "_lock_folder", slow_lock)
+    monkeypatch.setattr(output, "lock_folder", slow_lock)
     with pytest.raises(OutputError, match="exists already"):
         job.open(out)
     assert (out / "config.json").is_file()

@@ -93,6 +93,21 @@ def test_quantize_without_calibration_says_what_it_means(
     assert json.loads((out / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "W4A16_NVFP4"
 
 
+def test_a_mix_is_calibrated_and_what_it_lacks_is_told(
+    tmp_path: Path, with_tokenizer: Find, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, size in (("long", 5000), ("short", 600)):
+        (tmp_path / f"{name}.txt").write_text("a b " * (size // 4))
+    out = tmp_path / "q"
+    texts = [f"{tmp_path}/long.txt:0.5", f"{tmp_path}/short.txt:0.5"]
+    argv = ["quantize", with_tokenizer("base_llama"), out, "--calibration-tokens", "4096", "--calibration-seed", "5"]
+    assert main([str(a) for a in [*argv, "--calibration", *texts]]) == 0
+    assert "note: calibration text short has " in capsys.readouterr().err
+    record = json.loads((out / "blockscale.json").read_text())["calibration"]
+    assert record["seed"] == 5
+    assert [t["name"] for t in record["texts"]] == ["long", "short"]
+
+
 def test_evaluate_prints_the_contract_keys(
     quantized: Path, with_tokenizer: Find, calibration_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +200,15 @@ BAD_INPUT = {
     "a file, not a folder": (["quantize", "{text}", "{out}"], "a model is a folder"),
     "unknown recipe": (["quantize", "{llama}", "{out}", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
     "pattern without match": (["quantize", "{llama}", "{out}", "--keep", "*.nothing"], "matches no module"),
+    "calibration of no weight": (
+        ["quantize", "{llama}", "{out}", "--calibration", "en-calibration:0"],
+        "the weight of",
+    ),
+    "calibration seed": (
+        ["quantize", "{llama}", "{out}", "--calibration", "{text}", "--calibration-seed", "-1"],
+        "calibration seed -1 is out of range",
+    ),
+    "calibration offline": (["quantize", "{llama}", "{out}", "--calibration", "hf:a/b"], "hf:a/b cannot be read"),
     "calibration missing": (["quantize", "{llama}", "{out}", "--calibration", "/no/text"], "cannot be read"),
     "no tokenizer": (["quantize", "{bare}", "{out}", "--calibration", "{text}"], "no tokenizer"),
     "KV without calibration": (["quantize", "{llama}", "{out}", "--kv-cache", "fp8"], "need calibration text"),

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from blockscale.checkpoint.output import PROGRESS_NAME
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.checkpoint.source import open_source
-from blockscale.errors import ModelError, RecipeError, UsageError
+from blockscale.errors import ModelError, RecipeError
 from blockscale.quantization import calibrate as calibrate_module
-from blockscale.quantization.calibrate import BATCH, CalibrationData, calibrate, tokenize
+from blockscale.quantization import calls, walk
+from blockscale.quantization.calibrate import calibrate
+from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.plan import PlannedLinear, make_plan
 from blockscale.quantization.recipe import RECIPES, Recipe, Rule
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.texts import Text
+from blockscale.quantization.windows import BATCH
 
 Find = Callable[[str], Path]
 
@@ -135,7 +137,7 @@ def test_kv_amax_is_what_the_cache_holds(name: str, golden_checkpoint: Find) -> 
 def test_one_layer_at_a_time(golden_checkpoint: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are filled as copies that go before the next one comes; the skeleton keeps nothing of them."""
     models, copies = [], []
-    build, copy_layer = calibrate_module.build_skeleton, calibrate_module.materialized_copy
+    build, copy_module = calibrate_module.build_skeleton, walk.materialized_copy
 
     def remember(*args, **options):
         models.append(build(*args, **options))
@@ -144,21 +146,32 @@ def test_one_layer_at_a_time(golden_checkpoint: Find, monkeypatch: pytest.Monkey
     def copy_alone(model: nn.Module, weights, path: str) -> nn.Module:
         gc.collect()
         assert not [name for name, layer in copies if layer() is not None], "a layer is still held"
+        assert not [module for module in embeddings if module() is not None], "the embedding is still held"
         assert all(p.is_meta for p in models[0].model.layers.parameters())
-        layer = copy_layer(model, weights, path)
+        layer = copy_module(model, weights, path)
         assert not any(p.is_meta for p in layer.parameters())
         copies.append((path, weakref.ref(layer)))
         return layer
 
+    def copy_first(model: nn.Module, weights, path: str) -> nn.Module:
+        """The first time to see in which form a layer answers; beside the embedding."""
+        firsts.append(path)
+        copied = copy_module(model, weights, path)
+        embeddings.append(weakref.ref(copied))
+        return copied
+
+    firsts, embeddings = [], []
     monkeypatch.setattr(calibrate_module, "build_skeleton", remember)
-    monkeypatch.setattr(calibrate_module, "materialized_copy", copy_alone)
+    monkeypatch.setattr(walk, "materialized_copy", copy_alone)
+    monkeypatch.setattr(calls, "materialized_copy", copy_first)
     run(golden_checkpoint("base_llama"), windows(vocabulary=256), with_kv=True)
-    # the first time to see in which form a layer answers
-    assert [path for path, _ in copies] == ["model.layers.0", "model.layers.0", "model.layers.1"]
+    assert firsts == ["model.layers.0", "model"]
+    assert [path for path, _ in copies] == ["model.layers.0", "model.layers.1"]
     (model,) = models
     layers = model.model.layers
     assert type(layers) is nn.ModuleList
     assert all(p.is_meta for p in layers.parameters())
+    assert model.model.embed_tokens.weight.is_meta
     assert model.lm_head.weight.is_meta, "the head is not needed"
     assert not any(hasattr(m, "kv_transform") for m in layers.modules())
 
@@ -219,7 +232,8 @@ def test_experts_whose_inputs_are_all_zero(golden_checkpoint: Find, tmp_path: Pa
 @pytest.mark.parametrize(
     ("tensor", "where"),
     [
-        ("model.embed_tokens.weight", r"model\.layers\.0\.self_attn\.\w+_proj"),
+        ("model.embed_tokens.weight", r"the embedding, the input of decoder layer 0,"),
+        ("model.layers.0.input_layernorm.weight", r"model\.layers\.0\.self_attn\.\w+_proj"),
         ("model.layers.1.mlp.up_proj.weight", r"model\.layers\.1\.mlp\.down_proj"),
         ("model.layers.1.mlp.down_proj.weight", "decoder layer 1"),
     ],
@@ -260,101 +274,55 @@ def test_a_head_cannot_be_calibrated(golden_checkpoint: Find) -> None:
     assert "activation: null" in error.value.hint
 
 
+class Stop(BaseException):
+    """An interruption."""
+
+
 def test_a_state_is_taken_up(golden_checkpoint: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, data, state = golden_checkpoint("base_llama"), windows(vocabulary=256), tmp_path / "state.safetensors"
-    monkeypatch.setattr(calibrate_module, "_SAVE_EVERY_S", -1.0)
+    path, data, state = golden_checkpoint("base_llama"), windows(vocabulary=256), tmp_path / "state"
     whole = run(path, data, with_kv=True)
 
-    class Stop(BaseException):
-        pass
-
-    def stop_in_layer_1(stage: str, done: int, total: int) -> None:
-        assert (stage, total) == ("calibrating", 2)
-        if done == 2:
-            raise Stop
+    def stop_after_layer_0(stage: str, done: int, total: int) -> None:
+        assert (stage, done, total) == ("calibrating", 1, 2)
+        raise Stop
 
     with pytest.raises(Stop):
-        run(path, data, with_kv=True, state_path=state, progress=stop_in_layer_1)
-    with safe_open(state, "pt") as file:
-        facts = json.loads(file.metadata()["state"])
-    assert facts["next_layer"] == 1
+        run(path, data, with_kv=True, state_folder=state, progress=stop_after_layer_0)
+    assert json.loads((state / PROGRESS_NAME).read_text())["next_layer"] == 1
     seen = []
-    resumed = run(path, data, with_kv=True, state_path=state, progress=lambda *a: seen.append(a[1]))
+    resumed = run(path, data, with_kv=True, state_folder=state, progress=lambda *a: seen.append(a[1]))
     assert seen == [2], "the first layer is not run again"
     assert resumed == whole
-    # a finished state holds the figures and no hidden states
-    assert state.stat().st_size < 10_000
-    monkeypatch.setattr(calibrate_module, "materialized_copy", lambda *a: pytest.fail("a layer was run again"))
-    assert run(path, data, with_kv=True, state_path=state) == whole
+    assert [file.name for file in state.iterdir()] == [PROGRESS_NAME], "a finished state has no hidden states"
+    monkeypatch.setattr(walk, "materialized_copy", lambda *a: pytest.fail("a layer was run again"))
+    assert run(path, data, with_kv=True, state_folder=state) == whole
+
+
+@pytest.mark.parametrize("loss", ["hidden states", "one batch", "half a file", "half a state"])
+def test_a_state_that_lost_something_is_not(loss: str, golden_checkpoint: Find, tmp_path: Path) -> None:
+    """Then the work is done again from the start."""
+    path, data, state = golden_checkpoint("base_llama"), windows(vocabulary=256), tmp_path / "state"
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        run(path, data, state_folder=state, progress=stop)
+    file = state / "hidden" / "1" / "1"
+    if loss == "hidden states":
+        shutil.rmtree(state / "hidden")
+    elif loss == "one batch":
+        file.unlink()
+    else:
+        file = file if loss == "half a file" else state / PROGRESS_NAME
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    seen = []
+    assert run(path, data, state_folder=state, progress=lambda *a: seen.append(a[1])) == run(path, data)
+    assert seen == [1, 2]
 
 
 def test_a_state_of_other_data_is_not(golden_checkpoint: Find, tmp_path: Path) -> None:
-    path, state = golden_checkpoint("base_llama"), tmp_path / "state.safetensors"
-    run(path, windows(vocabulary=256), state_path=state)
+    path, state = golden_checkpoint("base_llama"), tmp_path / "state"
+    run(path, windows(vocabulary=256), state_folder=state)
     other = CalibrationData(windows(3, vocabulary=256).windows, "other")
-    assert run(path, other, state_path=state) == run(path, other)
-
-
-def test_only_equal_arguments_are_shared() -> None:
-    """A layer's arguments may depend on the batch; what does not is held once."""
-    mask, rotary = torch.ones(1, 4), (torch.zeros(4), torch.ones(4))
-    first = ((mask,), {"rotary": rotary, "per_layer": torch.zeros(2, 4), "flag": None})
-    second = (
-        (mask.clone(),),
-        {"rotary": (rotary[0].clone(), torch.full((4,), 2.0)), "per_layer": torch.ones(2, 4), "flag": None},
-    )
-    smaller = ((torch.ones(1, 3),), {"rotary": rotary, "per_layer": torch.zeros(1, 4), "flag": None})
-    shared = calibrate_module._without_copies([first, second, smaller])
-    assert shared[1][0][0] is mask
-    assert shared[1][1]["rotary"][0] is rotary[0]
-    assert shared[1][1]["rotary"][1].tolist() == [2.0] * 4
-    assert shared[1][1]["per_layer"].tolist() == [[1.0] * 4] * 2
-    assert shared[2][0][0].shape == (1, 3)
-    assert shared[2][1]["per_layer"].shape == (1, 4)
-    assert shared[2][1]["flag"] is None
-
-
-def characters(text: str) -> list[int]:
-    return [ord(c) for c in text]
-
-
-def test_windows_come_from_every_text_in_equal_shares() -> None:
-    texts = [Text("a", "a" * 1000), Text("b", "b" * 95), Text("c", "c" * 500)]
-    data = tokenize(texts, characters, max_tokens=120, window=10)
-    assert data.windows.shape == (12, 10)
-    assert data.num_tokens == 120
-    assert data.windows[:, 0].tolist() == [97] * 4 + [98] * 4 + [99] * 4
-
-
-def test_windows_are_spread_through_a_text() -> None:
-    text = "".join(chr(i) for i in range(100))
-    data = tokenize([Text("a", text)], characters, max_tokens=30, window=10)
-    assert data.windows[:, 0].tolist() == [0, 30, 60]
-    all_of_it = tokenize([Text("a", text)], characters, max_tokens=10_000, window=10)
-    assert all_of_it.windows.flatten().tolist() == list(range(100))
-
-
-def test_the_digest_follows_the_tokens() -> None:
-    first = tokenize([Text("a", "x" * 40)], characters, window=10)
-    assert first.digest == tokenize([Text("other name", "x" * 40)], characters, window=10).digest
-    assert first.digest != tokenize([Text("a", "y" * 40)], characters, window=10).digest
-    assert first.digest != tokenize([Text("a", "x" * 40)], characters, max_tokens=20, window=10).digest
-
-
-def test_a_text_shorter_than_a_window_makes_the_window() -> None:
-    assert tokenize([Text("a", "x" * 100)], characters).windows.shape == (1, 100)
-
-
-def test_every_window_starts_as_the_tokenizer_starts_a_text() -> None:
-    data = tokenize([Text("a", "x" * 40)], lambda text: [1, *characters(text)], window=11)
-    assert data.windows.shape == (4, 11)
-    assert data.windows[:, 0].tolist() == [1] * 4
-    assert (data.windows[:, 1:] == ord("x")).all()
-
-
-@pytest.mark.parametrize("contents", [["x" * 511, "y" * 512], ["x" * 7], [""]])
-def test_text_that_is_too_short(contents: list[str]) -> None:
-    texts = [Text(f"text{i}", content) for i, content in enumerate(contents)]
-    with pytest.raises(UsageError, match=r"text0 has .* shorter than one window") as error:
-        tokenize(texts, characters)
-    assert error.value.hint
+    assert run(path, other, state_folder=state) == run(path, other)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blockscale import api
-from blockscale.checkpoint.output import OutputFolder, partial_path
+from blockscale.checkpoint.output import PROGRESS_NAME, OutputFolder, partial_path
 from blockscale.errors import BlockscaleError, OutputError
 
 from .sources import llama
@@ -27,9 +27,7 @@ CHILD = textwrap.dedent(
     import json, os, signal, sys
     from blockscale import api
     from blockscale.checkpoint.output import OutputFolder
-    from blockscale.quantization import calibrate
 
-    calibrate._SAVE_EVERY_S = -1.0  # a state after every layer
     arguments = json.loads(sys.argv[1])
     stage, share, when, number = arguments.pop("at")
 
@@ -78,7 +76,7 @@ def job(with_tokenizer: Find, calibration_text: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "at",
-    [("calibrating", 1.0, "progress"), ("quantizing", 0.5, "progress"), ("quantizing", 0.0, "journal")],
+    [("calibrating", 0.5, "progress"), ("quantizing", 0.5, "progress"), ("quantizing", 0.0, "journal")],
     ids=["calibrating", "streaming", "before the journal"],
 )
 def test_killed_and_resumed(at: tuple[str, float, str], job: dict[str, object], tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_killed_and_resumed(at: tuple[str, float, str], job: dict[str, object], 
     child = run_child((*at, signal.SIGKILL), out=out, **job)
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert not out.exists(), "an output appears whole or not at all"
-    assert (partial_path(out) / "calibration.safetensors").is_file()
+    assert (partial_path(out) / "calibration" / PROGRESS_NAME).is_file()
 
     seen = []
     api.quantize(out=out, resume=True, progress=lambda *a: seen.append(a), **job)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from blockscale.checkpoint.dialects.stored import (
@@ -238,8 +238,14 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
     weight, scheme = linear.weight, linear.scheme
     _check_written(name, scheme)
-    if len(weight.shape) != 2 or linear.pre_quant_scale is not None:
-        what = "a pre_quant_scale" if linear.pre_quant_scale is not None else f"a stack {list(weight.shape)}"
+    too_much = {
+        "a pre_quant_scale": linear.pre_quant_scale is not None,
+        "a low-rank branch": linear.low_rank is not None,
+        "residual channels": linear.residual is not None,
+        f"a stack {list(weight.shape)}": len(weight.shape) != 2,
+    }
+    what = next((what for what, is_there in too_much.items() if is_there), None)
+    if what is not None:
         raise CheckpointError(f"{name}: compressed-tensors cannot hold {what}", hint="use --dialect modelopt")
     is_tensor = weight.format.granularity is Granularity.TENSOR
     stored = {
@@ -281,8 +287,10 @@ def config_files(
     kept: Sequence[str],
     kv_format: str | None,
     has_pre_quant_scale: bool = False,
+    low_rank: Container[str] = (),
 ) -> dict[str, str]:
-    """config.json. `schemes`: by linear; `kept`: modules left in 16 bits, or wildcards."""
+    """config.json. `schemes`: by linear; `kept`: modules left in 16 bits, or wildcards. The dialect has no place for a
+    pre_quant_scale or a low-rank branch: `to_tensors` refuses them."""
     if kv_format not in (None, "fp8"):
         raise CheckpointError(f"compressed-tensors has no {kv_format} KV cache", hint="use --dialect modelopt")
     by_scheme: dict[Scheme, list[str]] = {}

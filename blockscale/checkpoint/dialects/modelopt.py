@@ -7,6 +7,9 @@
 | global_scale | `X.weight_scale_2`, the multiplier |
 | input_global_scale | `X.input_scale`, the multiplier |
 | pre_quant_scale | `X.pre_quant_scale` |
+| low_rank_down, low_rank_up | `X.svdquant_lora_a` [r, K], `X.svdquant_lora_b` [N, r]; also read as a quantizer's own |
+| residual_channels, residual_packed, residual_block_scale | `X.residual_channels`, `X.residual_weight`, \
+`X.residual_weight_scale`: blockscale's own names |
 | key, value scales | `...k_proj.k_scale`, `...v_proj.v_scale` |
 
 A 3-D stack of experts keeps the model's own orientation [E, K, N], and its scales are `X_weight_scale` and so on.
@@ -16,9 +19,10 @@ Source: nvidia-modelopt 0.47.0, torch/export.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import (
     Claim,
     StoredLinear,
@@ -54,6 +58,7 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 ALGORITHMS: dict[str, Scheme] = {
     "NVFP4": W4A4,
     "NVFP4_AWQ": W4A4,
+    "NVFP4_SVD": W4A4,
     "W4A16_NVFP4": W4A16,
     "W4A8_NVFP4_FP8": W4A8,
     "FP8": W8A8,
@@ -68,10 +73,22 @@ _SUFFIXES = {
     "input_global_scale": "input_scale",
     "pre_quant_scale": "pre_quant_scale",
 }
+# What may lie beside a weight's scales. Model Optimizer's export of language models leaves a quantizer's own names.
+_BRANCH_SUFFIXES = {
+    branches.DOWN: ("svdquant_lora_a", "weight_quantizer._svdquant_lora_a"),
+    branches.UP: ("svdquant_lora_b", "weight_quantizer._svdquant_lora_b"),
+    branches.CHANNELS: ("residual_channels",),
+    branches.PACKED: ("residual_weight",),
+    branches.BLOCK_SCALE: ("residual_weight_scale",),
+}
+_OF_BRANCHES = tuple(suffix for suffixes in _BRANCH_SUFFIXES.values() for suffix in suffixes)
+_SVD = "NVFP4_SVD"
 _KV_ALGORITHMS = ("FP8", "NVFP4")
-_LOOSE = ("weight_scale_2", "input_scale", "pre_quant_scale")
+_LOOSE = ("weight_scale_2", "input_scale", "pre_quant_scale", *_OF_BRANCHES)
 # Model Optimizer writes config_groups for these only
-_WITH_GROUPS = ("FP8", "NVFP4", "W4A16_NVFP4")
+_WITH_GROUPS = ("FP8", "NVFP4", "W4A16_NVFP4", _SVD)
+_NO_BRANCH = "the weights are incomplete: find the lost tensors, or quantize the model again"
+_WITH_FACTORS = ("NVFP4_AWQ", _SVD)
 
 
 # ---------------------------------------------------------------- reading
@@ -87,21 +104,23 @@ def read_model(folder: Folder) -> StoredModel:
     is_mixed = algorithm == "MIXED_PRECISION"
     # of a model in one format, what the config says of any layer: a large model has tens of thousands
     same = None if is_mixed else _claimed_scheme("", quantization)
+    has_branches = any(name.endswith(_OF_BRANCHES) for name in folder.tensors)
     for name in folder.tensors:
         if name.endswith(".weight_scale"):
             module, separator = name.removesuffix(".weight_scale"), "."
-        elif name.endswith("_weight_scale"):
+        elif name.endswith("_weight_scale") and not name.endswith(".residual_weight_scale"):
             module, separator = name.removesuffix("_weight_scale"), "_"
         else:
             continue
         scheme, claim_faults = _claimed_scheme(module, quantization) if same is None or same[1] else same
-        linear, own_faults = settle(_stored_linear(folder, module, separator), scheme, sound)
+        linear, own_faults = settle(_stored_linear(folder, module, separator, has_branches), scheme, sound)
         faults += own_faults or claim_faults
         if linear is not None:
             linears[module] = linear
     if not linears and not faults:
         what = f"{folder.path}: quant_algo {algorithm}, but no tensor has scales"
         faults.append(Fault("nothing-quantized", "config.json", what, "this is no quantized checkpoint"))
+    faults += _missing_branches(linears, quantization)
     faults += loose_faults(linears, folder.tensors, _LOOSE)
     kv_tensors, kv_faults = pair_kv_scales(folder.tensors, ".k_proj.k_scale", ".v_proj.v_scale")
     kv_format = _kv_format(quantization)
@@ -110,6 +129,19 @@ def read_model(folder: Folder) -> StoredModel:
         kv_faults.append(Fault("unknown-algorithm", "config.json", what, "known: " + ", ".join(_KV_ALGORITHMS)))
     claims = tuple(_claims(folder))
     return StoredModel("modelopt", linears, kv_tensors, kv_format, claims, (*faults, *kv_faults))
+
+
+def _missing_branches(linears: Mapping[str, StoredLinear], quantization: Mapping[str, Any]) -> Iterator[Fault]:
+    """Weights that are only part of themselves. Where one algorithm holds for all, some may do without a branch."""
+    without = [module for module, linear in linears.items() if not branches.has_low_rank(linear.tensors)]
+    if quantization.get("quant_algo") == "MIXED_PRECISION":
+        for module in without:
+            if _layer_algorithm(module, quantization)[0] == _SVD:
+                what = f"{module}: the config says {_SVD}, and there is no low-rank branch"
+                yield Fault(branches.RULE, module, what, _NO_BRANCH)
+    elif quantization.get("quant_algo") == _SVD and len(without) == len(linears) > 0:
+        what = f"the config says {_SVD}, and no weight has a low-rank branch"
+        yield Fault(branches.RULE, "config.json", what, _NO_BRANCH)
 
 
 def _quantization(folder: Folder) -> dict[str, Any]:
@@ -181,7 +213,7 @@ def _claimed_scheme(module: str, quantization: Mapping[str, Any]) -> tuple[Schem
         what = f"{module}: {scheme.weight.name} with group_size {group_size} is not read"
         hint = f"its blocks hold {scheme.weight.block_size} elements; correct the config"
         return scheme, [Fault("format-mismatch", module, what, hint)]
-    return (W4A16 if own == "NVFP4" and _is_weight_only(quantization) else scheme), []
+    return (W4A16 if own in ("NVFP4", _SVD) and _is_weight_only(quantization) else scheme), []
 
 
 def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -196,12 +228,15 @@ def _layer_algorithm(module: str, quantization: Mapping[str, Any]) -> tuple[Any,
     return entry.get("quant_algo"), entry.get("group_size")
 
 
-def _stored_linear(folder: Folder, module: str, separator: str) -> StoredLinear:
+def _stored_linear(folder: Folder, module: str, separator: str, has_branches: bool) -> StoredLinear:
     is_stack = separator == "_"
     names = {role: f"{module}{separator}{suffix}" for role, suffix in _SUFFIXES.items()}
     if is_stack:
         names["packed"] = module
     tensors = {role: folder.tensors[name] for role, name in names.items() if name in folder.tensors}
+    if has_branches and not is_stack:
+        pairs = ((role, f"{module}.{suffix}") for role, suffixes in _BRANCH_SUFFIXES.items() for suffix in suffixes)
+        tensors |= {role: folder.tensors[name] for role, name in pairs if name in folder.tensors}
     return StoredLinear(module, W4A16, tensors, is_transposed=is_stack)
 
 
@@ -217,7 +252,10 @@ def _kv_format(quantization: Mapping[str, Any]) -> str | None:
 
 
 def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
-    """The stored tensors of one linear; works on meta tensors, which is how an output is planned."""
+    """The stored tensors of one linear; works on meta tensors, which is how an output is planned.
+
+    CheckpointError for a branch beside a weight that can have none.
+    """
     weight = linear.weight
     packed, block_scale = weight.packed, weight.block_scale
     is_stack = len(weight.shape) == 3
@@ -236,7 +274,9 @@ def to_tensors(name: str, linear: QuantizedLinear) -> dict[str, Tensor]:
     names = {role: f"{name}{separator}{suffix}" for role, suffix in _SUFFIXES.items()}
     if is_stack:
         names["packed"] = name
-    return {names[role]: tensor for role, tensor in roles.items() if tensor is not None}
+    stored = {names[role]: tensor for role, tensor in roles.items() if tensor is not None}
+    beside = branches.branch_tensors(name, linear)
+    return stored | {f"{name}.{_BRANCH_SUFFIXES[role][0]}": tensor for role, tensor in beside.items()}
 
 
 def kv_to_tensors(attention: str, scales: KVScales) -> dict[str, Tensor]:
@@ -249,25 +289,32 @@ def config_files(
     kept: Sequence[str],
     kv_format: str | None,
     has_pre_quant_scale: bool = False,
+    low_rank: Container[str] = (),
 ) -> dict[str, str]:
-    """config.json and hf_quant_config.json. `schemes`: by linear; `kept`: modules left in 16 bits, or wildcards."""
+    """config.json and hf_quant_config.json.
+
+    schemes   by linear
+    kept      modules left in 16 bits, or wildcards
+    low_rank  linears with a low-rank branch
+    """
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
     groups: dict[str, Any] = {}
     if len(by_scheme) == 1:
         scheme = next(iter(by_scheme))
-        details: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale)}
+        has_low_rank = any(module in low_rank for module in schemes)
+        details: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale, has_low_rank)}
         if details["quant_algo"] in _WITH_GROUPS:
             groups = {"group_0": {**_group(scheme), "targets": ["Linear"]}}
         excluded: dict[str, Any] = {"group_size": scheme.weight.block_size} if scheme.weight.block_size else {}
-        if details["quant_algo"] == "NVFP4_AWQ":
-            excluded |= {"has_zero_point": False, "pre_quant_scale": True}
+        if details["quant_algo"] in _WITH_FACTORS:
+            excluded |= {"has_zero_point": False, "pre_quant_scale": has_pre_quant_scale}
         excluded["exclude_modules"] = list(kept)
         ignore = list(kept)
     else:
         _check_mixture(by_scheme)
-        details = {"quant_algo": "MIXED_PRECISION", "quantized_layers": _layer_entries(schemes)}
+        details = {"quant_algo": "MIXED_PRECISION", "quantized_layers": _layer_entries(schemes, low_rank)}
         groups = {f"group_{i}": {**_group(s), "targets": m} for i, (s, m) in enumerate(by_scheme.items())}
         excluded, ignore = {}, []
     nested = {**details, "kv_cache_quant_algo": kv_format.upper() if kv_format else None, **excluded}
@@ -301,7 +348,9 @@ def _check_mixture(by_scheme: Mapping[Scheme, Sequence[str]]) -> None:
             )
 
 
-def _algorithm(scheme: Scheme, has_pre_quant_scale: bool) -> str:
+def _algorithm(scheme: Scheme, has_pre_quant_scale: bool, has_low_rank: bool) -> str:
+    if scheme in (W4A4, W4A16) and has_low_rank:
+        return _SVD  # its group says whether inputs are rounded
     if scheme == W4A4 and has_pre_quant_scale:
         return "NVFP4_AWQ"
     for name, known in ALGORITHMS.items():
@@ -312,10 +361,11 @@ def _algorithm(scheme: Scheme, has_pre_quant_scale: bool) -> str:
     )
 
 
-def _layer_entries(schemes: Mapping[str, Scheme]) -> dict[str, dict[str, Any]]:
+def _layer_entries(schemes: Mapping[str, Scheme], low_rank: Container[str]) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for module, scheme in schemes.items():
-        entry: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale=False)}
+        has_branch = module in low_rank and scheme == W4A4  # a mixture's entries say it of W4A4 only
+        entry: dict[str, Any] = {"quant_algo": _algorithm(scheme, has_pre_quant_scale=False, has_low_rank=has_branch)}
         if scheme.weight.block_size:
             entry["group_size"] = scheme.weight.block_size
         # loaders look experts up by the module that holds them all

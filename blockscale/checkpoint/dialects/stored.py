@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from blockscale.checkpoint.dialects.branches import branch_faults
 from blockscale.checkpoint.faults import Fault
 from blockscale.checkpoint.header import TensorInfo
 from blockscale.checkpoint.linear import MXFP4_W4A16, W4A4, W4A8, W4A16, W8A8, W8A8_DYNAMIC, Scheme
@@ -18,7 +19,7 @@ _OTHER_FORMAT = "the config names another format than the tensors have"
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """Roles are packed, block_scale, global_scale, input_global_scale, pre_quant_scale.
+    """Roles are packed, block_scale, global_scale, input_global_scale, pre_quant_scale, and those of `branches`.
 
     has_divisors    scales of NVFP4's second level are stored as 1 / multiplier (compressed-tensors)
     is_transposed   a stack of experts stored [E, K, N] (Model Optimizer, Llama 4 and gpt-oss)
@@ -41,7 +42,7 @@ class StoredLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes and every scale."""
+        """Of codes, every scale and what lies beside them."""
         return sum(info.num_bytes for info in self.tensors.values())
 
 
@@ -143,6 +144,7 @@ def role_faults(linear: StoredLinear) -> Iterator[Fault]:
     for role in ("global_scale", "input_global_scale"):
         yield from _size_faults(linear, role, 1)
     yield from _size_faults(linear, "pre_quant_scale", linear.shape[-1])
+    yield from branch_faults(linear.name, linear.scheme, linear.shape, linear.tensors)
 
 
 def _own_name(linear: StoredLinear, role: str) -> str:
@@ -208,7 +210,7 @@ def loose_faults(
     loose = [info for name, info in tensors.items() if name not in taken]
     for info in loose:
         if info.dtype in FLOAT8 or (info.dtype == "U8" and len(info.shape) > 1):
-            if info.name.endswith("weight_scale"):
+            if info.name.endswith(("weight_scale", "residual_weight")):
                 continue  # of a linear that settled on no format
             module = info.name.removesuffix(".weight").removesuffix(".weight_packed")
             yield Fault("missing-block-scale", module, f"{info.name} has no weight_scale", _INCOMPLETE)

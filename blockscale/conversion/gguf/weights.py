@@ -8,12 +8,12 @@ from torch import Tensor
 
 from blockscale.checkpoint.dialects.stored import StoredLinear
 from blockscale.checkpoint.linear import MXFP4_W4A16, QuantizedLinear
-from blockscale.checkpoint.load import load_linear
+from blockscale.checkpoint.load import load_linear, plain_values
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.source import SourceTensor
 from blockscale.checkpoint.tensors import read_tensor
 from blockscale.formats.spec import MXFP4, NVFP4, Format
-from blockscale.formats.tensor import QuantizedTensor, decode
+from blockscale.formats.tensor import QuantizedTensor
 
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
@@ -73,9 +73,7 @@ class Weight:
     def values(self) -> Tensor:
         """What it stands for: fp32 of a quantized weight, else as stored. A rescaling of x goes into the columns."""
         if isinstance(self.stored, StoredLinear):
-            linear = self.load()
-            values = decode(linear.weight)
-            return values if linear.pre_quant_scale is None else values * linear.pre_quant_scale.float()
+            return plain_values(self.load())
         values = self.stored.read()
         return values.transpose(-1, -2) if self.is_transposed else values  # stacks only: see `Source`
 

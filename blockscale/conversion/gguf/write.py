@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, LlamaFileType
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.output import partial_path
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.target import disk_errors
@@ -32,6 +33,7 @@ from blockscale.conversion.gguf.rows import Geometry
 from blockscale.conversion.gguf.units import TensorPlan, Unit, generated_unit
 from blockscale.conversion.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from blockscale.conversion.gguf.weights import Inventory, take_inventory
+from blockscale.conversion.summary import residual_notices
 from blockscale.errors import CheckpointError, OutputError, UsageError
 
 Progress = Callable[[str, int, int], None]  # stage, done, total, in bytes
@@ -76,6 +78,7 @@ def write_gguf(
         raise UsageError(f"kept matrices cannot be {kept!r}", hint="choose one of " + ", ".join(KEPT))
     out = Path(os.path.abspath(out))
     _check_free(out)
+    _check_branches(checkpoint)
     config = read_config(checkpoint.path)
     families = find_families(config)
     inventory = take_inventory(checkpoint)
@@ -115,6 +118,15 @@ def _num_tokens(inventory: Inventory, config: Any) -> int:
     return rows
 
 
+def _check_branches(checkpoint: Checkpoint) -> None:
+    for linear in checkpoint.quantized.linears.values() if checkpoint.quantized else ():
+        if branches.has_low_rank(linear.tensors):
+            raise CheckpointError(
+                f"{linear.name}: GGUF has no place for a low-rank branch beside a weight",
+                hint="take --to bf16, which adds it to the weight, and convert that",
+            )
+
+
 def _left_out(checkpoint: Checkpoint, inventory: Inventory) -> list[str]:
     notices = []
     if inventory.left_out:
@@ -123,6 +135,8 @@ def _left_out(checkpoint: Checkpoint, inventory: Inventory) -> list[str]:
         )
     if checkpoint.quantized and checkpoint.quantized.kv_tensors:
         notices.append("scales of the key-value cache are left out: GGUF has no place for them")
+    if checkpoint.quantized:
+        notices += residual_notices(checkpoint.quantized, "GGUF has no place for them")
     return notices
 
 

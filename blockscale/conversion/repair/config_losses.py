@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.compressed_tensors import unread_parts
 from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel
 from blockscale.checkpoint.linear import MXFP4_W4A4, MXFP4_W4A16, W8A8_DYNAMIC, Scheme
@@ -16,7 +17,7 @@ from blockscale.inspection.reading import Reading
 # Algorithms and containers that mean more than their codes and scales show. What exists nowhere is a mistake.
 _OF_OTHERS = frozenset(
     (
-        *("W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "NVFP4_SVD", "MXFP8"),
+        *("W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP8"),
         *("W4A8_MXFP4_FP8", "W4A8_MXFP4_MXFP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES"),
         *("PACK-QUANTIZED", "INT-QUANTIZED", "NAIVE-QUANTIZED", "MARLIN-24", "SPARSE-BITMASK", "MXFP8-QUANTIZED"),
     )
@@ -48,9 +49,11 @@ def _with_scheme(linear: StoredLinear, scheme: Scheme | None) -> StoredLinear:
 def losses(reading: Reading, model: StoredModel, dropped: frozenset[str]) -> Iterator[str]:
     """What a config written from the tensors would not say any more, a sentence each. `dropped`: tensors that are
     left out of the folder."""
+    has_branch = any(branches.has_low_rank(linear.tensors) for linear in model.linears.values())
+    unread = _OF_OTHERS if has_branch else _OF_OTHERS | {"NVFP4_SVD"}
     for claim in model.claims:
         for algorithm in {claim.algorithm, *(claim.layers or {}).values()}:
-            if algorithm is not None and algorithm.upper() in _OF_OTHERS:
+            if algorithm is not None and algorithm.upper() in unread:
                 yield f"{claim.file} names {algorithm}, which says more of the weights than their tensors do"
     quantization = _quantization(reading)
     yield from unread_parts(quantization)

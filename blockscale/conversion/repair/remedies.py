@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.modelopt import ALGORITHMS
 from blockscale.checkpoint.dialects.stored import StoredLinear, role_faults
 from blockscale.checkpoint.folder import HF_QUANT_CONFIG
@@ -30,6 +31,12 @@ _OF_SCALES = ("nan-block-scale", "missing-block-scale", "missing-global-scale", 
 _UNKNOWN = "its tensors are no format that is known"
 _OTHER_NUMBER = "its block scales are of another number than its weight's blocks"
 _NO_SIBLING = "no sibling that sees the same input has a scale"
+_GOES_ALONG = "residual channels go by the same scales, and nothing tells whether they have the same fault"
+# What is mended by changing a weight's codes or scales.
+_OF_WEIGHTS = (
+    *("fused-global-scale-mismatch", "negative-block-scale", "bad-global-scale", "denormal-global-scale"),
+    *("reversed-global-scale", "zero-weight-as-nan", "subnormal-block-scales", "swapped-nibbles", "swizzled-scales"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def find_remedies(reading: Reading, findings: Iterable[Finding]) -> Remedies:
     )
     treated, refused = [], []
     for finding in findings:
-        reason = "" if _is_echo(sheet, finding) else _HANDLERS.get(finding.name, _refuse)(sheet, finding)
+        reason = "" if _is_echo(sheet, finding) else _handle(sheet, finding)
         if reason:
             refused.append((finding, reason))
         else:
@@ -104,6 +111,14 @@ def find_remedies(reading: Reading, findings: Iterable[Finding]) -> Remedies:
         tuple(treated),
         tuple(refused),
     )
+
+
+def _handle(sheet: _Sheet, finding: Finding) -> str:
+    if finding.name in _OF_WEIGHTS:
+        fused = sheet.groups.get(finding.layer) or sheet.groups.get(group_name(finding.layer), ())
+        if any(branches.has_residual(sheet.linears[member].tensors) for member in fused):
+            return _GOES_ALONG
+    return _HANDLERS.get(finding.name, _refuse)(sheet, finding)
 
 
 def _is_echo(sheet: _Sheet, finding: Finding) -> bool:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredLinear, StoredModel, role_faults
 from blockscale.checkpoint.folder import survey_folder
 from blockscale.checkpoint.groups import fused_groups
 from blockscale.checkpoint.output import OutputFolder
+from blockscale.checkpoint.record import ACTIVATION_SCALE
 from blockscale.checkpoint.source import as_itself
 from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.repair.config_losses import losses, with_said_activations
@@ -193,6 +195,7 @@ def _write(
         config=folder.config,
         kv_format=remedies.kv_format,
         has_pre_quant_scale=any("pre_quant_scale" in linear.tensors for linear in model.linears.values()),
+        low_rank={name for name, linear in model.linears.items() if branches.has_low_rank(linear.tensors)},
         companions=[*folder.companions, *_present(folder.path, _RECORDS)],
         provenance=_provenance(folder.path, remedies.treated),
         progress=progress,
@@ -236,11 +239,11 @@ def _provenance(path: Path, repairs: Sequence[Finding]) -> Mapping[str, Any]:
         record = source_record(path)
     except CheckpointError:  # it is told along if it can be read, and needed for nothing
         record = None
-    recipe = {"recipe": record["recipe"]} if record and "recipe" in record else {}
+    kept = {key: record[key] for key in ("recipe", ACTIVATION_SCALE) if record and key in record}
     layers: dict[str, list[str]] = {}
     for finding in repairs:
         layers.setdefault(finding.rule, []).append(finding.layer)
-    return {**recipe, "repairs": layers, "source": record}
+    return {**kept, "repairs": layers, "source": record}
 
 
 def _notices(remedies: Remedies, reindexed: Reindexed) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.stored import StoredLinear, role_faults
 from blockscale.checkpoint.header import TensorInfo
 from blockscale.checkpoint.source import SourceTensor
@@ -139,8 +140,8 @@ def _samples(
         if any(layout.is_swizzled for layout in layouts):
             scales[True] = part.scales(is_swizzled=True)
         codes = {swapped: part.codes(swapped) for swapped in {layout.is_swapped for layout in layouts}}
-        factor = part.pre_quant_scale()
-        yield weight, {at: codes[at.is_swapped] * scales[at.is_swizzled] * factor for at in layouts}
+        beside, factor = part.low_rank(), part.pre_quant_scale()
+        yield weight, {at: (codes[at.is_swapped] * scales[at.is_swizzled] + beside) * factor for at in layouts}
 
 
 def _corners(linear: StoredLinear) -> list[tuple[int, int, int]]:
@@ -205,6 +206,15 @@ class _Part:
         if info is None:
             return torch.ones(1)
         return read_tensor(info).float().reshape(-1)[self.col : self.col + self.num_cols].nan_to_num(1, 1, 1)
+
+    def low_rank(self) -> Tensor:
+        """What a branch adds to the weight, over the global scale that codes lack here: fp32 [R, C], or a zero."""
+        up, down = (self.linear.tensors.get(role) for role in (branches.UP, branches.DOWN))
+        multiplier = _multiplier(self.linear)
+        if up is None or down is None or not 0 < multiplier < math.inf:
+            return torch.zeros(1)
+        rows, cols = _rows(up, self.row, self.num_rows), read_tensor(down)[:, self.col : self.col + self.num_cols]
+        return (rows.float() @ cols.float()).nan_to_num(0, 0, 0) / multiplier
 
     def _cut(self, info: TensorInfo, per_entry: int) -> Tensor:
         """Of a tensor of which an entry covers `per_entry` elements along K."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from blockscale.checkpoint.dialects import branches
 from blockscale.checkpoint.dialects.modelopt import ALGORITHMS
 from blockscale.checkpoint.dialects.stored import Claim, StoredModel
 from blockscale.checkpoint.faults import Fault
@@ -11,7 +12,7 @@ from blockscale.inspection.checks.lists import effective_claims, list_faults, li
 from blockscale.inspection.matrices import Matrix, is_tied, matrices_of
 from blockscale.inspection.reading import Reading
 
-_SVD = "svdquant_lora_"
+_SVD, _SVDQUANT = "svdquant_lora_", "NVFP4_SVD"
 _OF_KV_SCALES = ("one-sided-kv-scale", "kv-config-mismatch")  # scales that are there, and that nobody can read
 
 
@@ -95,6 +96,14 @@ def _more_than_codes(reading: Reading, model: StoredModel) -> Iterator[Fault]:
     if name is not None:
         what = f"'{name}' is part of a weight as SVDQuant stores it, and no config says so"
         yield Fault("format-mismatch", "config.json", what, "without it the weight is another; see NVFP4_SVD")
+        return
+    low_rank = [n for n, linear in model.linears.items() if branches.has_low_rank(linear.tensors)]
+    other = next((c for c in model.claims if c.algorithm not in (None, _SVDQUANT, "MIXED_PRECISION")), None)
+    if low_rank and other is not None:
+        has = f"{len(low_rank)} weights have a low-rank branch, first {low_rank[0]}"
+        what = f"{has}, and {other.file} says {other.algorithm}"
+        hint = f"{_SVDQUANT} is what such weights are called"
+        yield Fault("format-mismatch", "config.json", what, hint, is_fatal=False)
         return
     claim = next((c for c in model.claims if c.algorithm is not None and c.algorithm.upper() == "NVFP4"), None)
     scaled = [n for n, linear in model.linears.items() if "pre_quant_scale" in linear.tensors and linear.scheme == W4A4]

@@ -16,6 +16,7 @@ _DRAFT_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_l
 _OF_WEIGHTS = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv"),
     *("input_scale", "input_global_scale", "pre_quant_scale", "qweight", "qzeros", "scales", "g_idx"),
+    *("svdquant_lora_a", "svdquant_lora_b", "residual_channels", "residual_weight", "residual_weight_scale"),
 )
 _NOT_COMPARED = ("k_scale", "v_scale", "q_scale", "inv_freq")
 _OF_LAYERS = ("layer", "block", "pattern", "type_list")  # parts of the names of a config's lists

@@ -25,6 +25,7 @@ from blockscale.inspection.census import (
     share_below,
     take_census,
 )
+from blockscale.inspection.checks.branches import branch_value_faults
 from blockscale.inspection.checks.global_scales import (
     WEIGHT,
     fused_faults,
@@ -48,7 +49,7 @@ Bytes = NDArray[np.uint8]
 
 
 def scale_faults(reading: Reading, *, quick: bool = False, progress: Progress | None = None) -> Iterator[Fault]:
-    """BS101, BS102, BS104 to BS109 and BS116 to BS118.
+    """BS101, BS102, BS104 to BS109, BS116 to BS118 and BS120.
 
     quick     only scales that stand alone are read: no block scales
     progress  (stage, bytes done, bytes in all)
@@ -97,6 +98,7 @@ def _model_faults(reading: Reading, quick: bool, progress: Progress | None) -> I
             yield from _block_faults(linear)
         if "pre_quant_scale" in linear.tensors:
             yield from _float_faults(linear.name, linear.tensors["pre_quant_scale"])
+        yield from branch_value_faults(linear)
         done += linear.tensors["block_scale"].num_bytes
         if progress:
             progress("reading scales", done, total)

@@ -41,7 +41,7 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
     for weight in linears:
         part = parts_of.find(weight.name, weight.shape)
         num_bytes = sum(info.num_bytes for info in weight.tensors)
-        count(part, _format(weight.format), _activation(weight.activation), num_bytes)
+        count(part, planned_format(weight.format), planned_activation(weight.activation), num_bytes)
     counted = {info.name for weight in linears for info in weight.tensors}
     for name, info in reading.folder.tensors.items():
         if name not in counted:
@@ -55,7 +55,7 @@ def read_model(path: Path) -> tuple[Architecture, Weights]:
 
 
 class _Parts:
-    """`_part`, asked once for all experts of a layer: a large model has tens of thousands."""
+    """`part_of`, asked once for all experts of a layer: a large model has tens of thousands."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -64,11 +64,12 @@ class _Parts:
     def find(self, module: str, shape: tuple[int, ...]) -> Part:
         key = (_EXPERT.sub(".experts.0.", module), shape)
         if key not in self._known:
-            self._known[key] = _part(*key, self._config)
+            self._known[key] = part_of(*key, self._config)
         return self._known[key]
 
 
-def _part(module: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Part:
+def part_of(module: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Part:
+    """What a module with a weight of that shape belongs to."""
     reason = kept_reason(f"{module}.weight", shape if len(shape) > 1 else (2, 2), config)
     if reason in _BY_REASON:
         return _BY_REASON[reason]
@@ -86,7 +87,7 @@ def _part(module: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Par
     return Part.ATTENTION if any(name in _ATTENTION for name in names) else Part.FEED_FORWARD
 
 
-def _format(stored: str) -> str:
+def planned_format(stored: str) -> str:
     """The planner's name for a stored format: what its arithmetic goes by."""
     if stored in _KNOWN:
         return _KNOWN[stored]
@@ -96,7 +97,8 @@ def _format(stored: str) -> str:
     return "bf16"
 
 
-def _activation(stored: str | None) -> str | None:
+def planned_activation(stored: str | None) -> str | None:
+    """The planner's name for what inputs are rounded to; None: not at all."""
     if stored is None:
         return None
     return next((name for name in ("nvfp4", "mxfp4", "mxfp8", "fp8") if stored.startswith(name)), None)

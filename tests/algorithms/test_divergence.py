@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from blockscale.algorithms import divergence
+from blockscale.algorithms.divergence import score_tokens
 from blockscale.errors import ModelError
-from blockscale.evaluation import divergence
-from blockscale.evaluation.divergence import score_tokens
 
 
 def logits_of(*probabilities: float) -> torch.Tensor:

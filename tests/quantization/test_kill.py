@@ -1,0 +1,145 @@
+"""A calibration killed at any of its writes goes on with the same result; and how much memory one takes."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults.fresh import run_fresh
+
+Find = Callable[[str], Path]
+
+# One process imports once and forks for every run: a child that is killed, then one that goes on.
+KILLED = textwrap.dedent(
+    """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    import torch
+    from blockscale.checkpoint.output import PROGRESS_NAME
+    from blockscale.checkpoint.reader import open_checkpoint
+    from blockscale.checkpoint.source import open_source
+    from blockscale.quantization.calibrate import calibrate
+    from blockscale.quantization.calibration_data import CalibrationData
+    from blockscale.quantization.plan import make_plan
+    from blockscale.quantization.recipe import RECIPES
+
+    torch.set_num_threads(1)
+    path, work = Path({path!r}), Path({work!r})
+    checkpoint, linears = open_checkpoint(path), make_plan(open_source(path), RECIPES["nvfp4"]).linears
+    ids = torch.randint(256, (10, 32), generator=torch.Generator().manual_seed(4))
+    done = []
+
+    def run(folder):
+        done.clear()
+        found = calibrate(checkpoint, CalibrationData(ids, "digest"), linears, with_kv=True, state_folder=folder,
+                          progress=lambda stage, layer, total: done.append(layer))
+        return repr((sorted(found.input_amax.items()), sorted(found.kv_amax.items()), found.notices))
+
+    def watched(die_at, folder):
+        "Runs with every change of the disk counted, and dies in the middle of one of them."
+        count = 0
+
+        def or_die(function, half):
+            def call(*args, **options):
+                nonlocal count
+                count += 1
+                if count - 1 == die_at:
+                    half(*args)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **options)
+            return call
+
+        def lose_a_file(top):
+            for path in [p for p in sorted(Path(top).rglob("*")) if p.is_file()][:1]:
+                path.unlink()
+
+        pwrite, rmtree = os.pwrite, shutil.rmtree
+        os.pwrite = or_die(pwrite, lambda fd, data, offset: pwrite(fd, data[: len(data) // 2], offset))
+        os.replace = or_die(os.replace, lambda *_: None)
+        shutil.rmtree = or_die(rmtree, lambda top, *_: lose_a_file(top))
+        run(folder)
+        return count
+
+    def in_child(work):
+        "What it gives, or the signal that it died of."
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                text = work()
+                os.write(writer, repr(text).encode())
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            text = file.read()
+        status = os.waitpid(child, 0)[1]
+        assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else eval(text)
+
+    whole = run(work / "whole")  # and all is imported
+    total = in_child(lambda: watched(-1, work / "counted"))
+    result = dict(total=total, signals=[], layers=[], wrong=[])
+    for die_at in range(total):
+        folder = work / str(die_at)
+        result["signals"].append(in_child(lambda: watched(die_at, folder)))
+        resumed, layers = in_child(lambda: (run(folder), list(done)))
+        result["layers"].append(layers)
+        if resumed != whole or [p.name for p in folder.iterdir()] != [PROGRESS_NAME]:
+            result["wrong"].append(die_at)
+    """
+)
+
+
+def test_killed_at_every_write(golden_checkpoint: Find, tmp_path: Path) -> None:
+    code = KILLED.format(path=str(golden_checkpoint("base_llama")), work=str(tmp_path))
+    found = run_fresh(code, {"OMP_NUM_THREADS": "1"}).result
+    assert set(found["signals"]) == {-9}
+    assert found["wrong"] == []
+    # two batches: three generations of header, bytes and name each, and the state after each layer
+    assert found["total"] >= 3 * 2 * 3 + 2
+    layers = [tuple(run) for run in found["layers"]]
+    assert layers == sorted(layers, key=len, reverse=True), "the later it died, the less is done again"
+    assert set(layers) == {(1, 2), (2,), ()}
+
+
+MEMORY = textwrap.dedent(
+    """
+    import resource
+    from pathlib import Path
+    import torch
+    import transformers
+    from blockscale.checkpoint.reader import open_checkpoint
+    from blockscale.checkpoint.source import open_source
+    from blockscale.quantization.calibrate import calibrate
+    from blockscale.quantization.calibration_data import CalibrationData
+    from blockscale.quantization.plan import make_plan
+    from blockscale.quantization.recipe import RECIPES
+
+    torch.set_num_threads(1)
+    work = Path({work!r})
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=1024, intermediate_size=64, num_hidden_layers=2,
+                                      num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(work / "model")
+    checkpoint = open_checkpoint(work / "model")
+    linears = make_plan(open_source(work / "model"), RECIPES["nvfp4"]).linears
+
+    def peak_mb(count):
+        ids = torch.randint(128, (count, 256), generator=torch.Generator().manual_seed(4))
+        calibrate(checkpoint, CalibrationData(ids, str(count)), linears, with_kv=False, state_folder=work / str(count))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    result = [peak_mb(32), peak_mb(800)]
+    """
+)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """Hidden states of 800 windows are 210 MB, those of a batch 8: of these there are some at once, and some that the
+    allocator holds on to."""
+    few, many = run_fresh(MEMORY.format(work=str(tmp_path)), {"OMP_NUM_THREADS": "1"}).result
+    assert many - few < 6 * 8.4
