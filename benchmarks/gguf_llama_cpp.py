@@ -23,9 +23,9 @@ from record import record
 from torch import Tensor
 
 from blockscale import api
+from blockscale.algorithms.divergence import score_tokens
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.conversion.gguf.write import write_gguf
-from blockscale.algorithms.divergence import score_tokens
 from blockscale.evaluation.statistics import exp_interval, mean_intervals
 from blockscale.evaluation.windows import TokenWindows, token_windows
 from blockscale.host.model import HostedModel, load_model, load_tokenizer

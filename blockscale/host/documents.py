@@ -43,7 +43,9 @@ def write_documents(
     from transformers import GenerationConfig
 
     ends = end_ids(hosted.model, tokenizer)
-    writer = _Writer(_Starts(hosted.model, tokenizer, ends), ends, _placeholders(hosted.model, ends), generator, report)
+    forbidden = _placeholders(hosted.model, ends)
+    starts = _Starts(hosted.model, tokenizer, (*ends, *forbidden))
+    writer = _Writer(starts, ends, forbidden, generator, report)
     prompt = torch.tensor([writer.begin() for _ in range(count)])[:, :length]
     check_ids(prompt, hosted.model)
     if prompt.shape[1] == length:
@@ -119,13 +121,14 @@ class _Writer:
 class _Starts:
     """First tokens of a text: what the tokenizer puts before every text, and an ordinary token.
 
-    Ordinary is what stands for whole characters, a letter among them, and is not special.
+    Ordinary is what stands for whole characters, a letter among them, and was learned from text: not special, not added
+    (Gemma has 6384 of those, most of them unused), not in `others`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, ends: Sequence[int]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, others: Sequence[int]) -> None:
         self.num_tokens = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
         self._tokenizer = tokenizer
-        self._special = {*tokenizer.all_special_ids, *ends}
+        self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *others}
         self._before, _ = special_tokens(tokenizer.encode)
 
     def draw(self, generator: torch.Generator) -> list[int]:

@@ -7,9 +7,11 @@ A file is written under another name and renamed: after a kill it is whole or no
 since mapped pages count as memory. Every file is a safetensors file.
 """
 
+import copy
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -63,12 +65,29 @@ def _lost(path: Path, why: CheckpointError) -> OutputError:
     return OutputError(f"{path}: unfinished work cannot be read back: {why}", hint="start over, without --resume")
 
 
+Batches = Sequence[Sequence[int]]  # numbers of the windows of each
+
+
+def batch_dim(hidden: Tensor) -> int:
+    """Of [B, T, H]; some models stack several of them, [S, B, T, H]."""
+    return hidden.dim() - 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Windows of a batch, by their places in it."""
+
+    batch: int
+    places: tuple[int, ...]
+
+
 class HiddenStates:
     """One stream of hidden states through the decoder, in `folder`. Batches keep their dtype and shape."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
         self._folder = folder / name
+        self._left: Mapping[int, Sequence[_Part]] = {}
 
     def write(self, generation: int, batch: int, hidden: Tensor) -> None:
         """[B, T, H], from any device. OutputError if the disk is full."""
@@ -76,8 +95,24 @@ class HiddenStates:
 
     def read(self, generation: int, batch: int) -> Tensor:
         """[B, T, H] on the CPU, a tensor of its own."""
-        (hidden,) = _read_all(self._path(generation, batch))
-        return hidden
+        if generation not in self._left:
+            (hidden,) = _read_all(self._path(generation, batch))
+            return hidden
+        part = self._left[generation][batch]
+        (hidden,) = _read_all(self._path(generation, part.batch))
+        return hidden.index_select(batch_dim(hidden), torch.tensor(part.places))
+
+    def leaving_out(self, generation: int, written: Batches, left: Batches) -> "HiddenStates":
+        """The same stream, of which a generation that holds the batches `written` is read as if it held `left`, which
+        lack some windows. Nothing changes on disk: a run that is killed meanwhile finds there what it knew of."""
+        places = {number: (i, place) for i, batch in enumerate(written) for place, number in enumerate(batch)}
+        if (seen := self._left.get(generation)) is not None:
+            places = {number: (seen[i].batch, seen[i].places[place]) for number, (i, place) in places.items()}
+        other = copy.copy(self)
+        other._left = {
+            generation: [_Part(places[numbers[0]][0], tuple(places[n][1] for n in numbers)) for numbers in left]
+        }
+        return other
 
     def is_whole(self, generation: int, num_batches: int) -> bool:
         """Whether every batch can be read."""

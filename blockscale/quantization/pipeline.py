@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import Layout, OutputFolder
 from blockscale.checkpoint.read_back import read_back_problem
 from blockscale.checkpoint.reader import DIALECTS
+from blockscale.checkpoint.record import activation_scale_entry
 from blockscale.checkpoint.source import Source
 from blockscale.checkpoint.structure import NOT_RUN, with_untied_head
 from blockscale.checkpoint.units import run_units
@@ -76,7 +78,11 @@ def run(
     layers = {m: LayerRecord(**record) for name in plan.groups for m, record in output.done[name].items()}
     schemes = {m: linear.scheme for m, linear in plan.linears.items()}
     files = dialect.config_files(
-        with_untied_head(source.config, plan.linears), schemes, kept_modules(plan), recipe.kv_cache
+        with_untied_head(source.config, plan.linears),
+        schemes,
+        kept_modules(plan),
+        recipe.kv_cache,
+        low_rank=_low_rank(plan, recipe),
     )
     files["blockscale.json"] = _provenance(recipe, layers, calibration, statistics, search)
     output.finish(files, source.companions, check=lambda path: _check_result(path, plan))
@@ -110,6 +116,12 @@ def output_layout(plan: Plan, recipe: Recipe, kv_modules: tuple[str, ...]) -> La
     return layout
 
 
+def _low_rank(plan: Plan, recipe: Recipe) -> set[str]:
+    """Linears that have a low-rank branch."""
+    method = METHODS[recipe.method] if recipe.method else None
+    return {m for m, linear in plan.linears.items() if _empty_linear(linear, method).low_rank is not None}
+
+
 def _empty_linear(linear: PlannedLinear, method: Method | None) -> QuantizedLinear:
     """On the meta device, with everything that will be stored of it."""
     weight = empty_like_quantized(linear.shape, linear.scheme.weight, linear.tensor.dtype)
@@ -137,6 +149,7 @@ def _provenance(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "recipe": recipe.to_yaml(),
+        **activation_scale_entry(ActivationScale(recipe.activation_scale)),
         "calibration_digest": calibration.digest if calibration else None,
         "num_calibration_tokens": statistics.num_tokens,
         "calibration": calibration.to_dict() if calibration else None,

@@ -21,7 +21,7 @@ from blockscale.host.linear import KeptLinear
 from blockscale.host.skeleton import decoder_layers
 from blockscale.host.weights import HostedWeights, materialized_copy
 from blockscale.quantization.calls import Call, Recorder, SharedMapping
-from blockscale.quantization.hidden_states import HiddenStates, read_back, stored_tensors, write_tensors
+from blockscale.quantization.hidden_states import HiddenStates, batch_dim, read_back, stored_tensors, write_tensors
 from blockscale.quantization.windows import Windows, not_finite, run_sound
 
 Keep = Callable[[], None]  # counts what a batch has shown, once it is known to be sound
@@ -132,7 +132,7 @@ def advance(walk: Walk, index: int, layer: nn.Module, states: HiddenStates, watc
                 call = walk.call(index, batch, states)
             else:
                 call = recorded([numbers[i] for i in places])
-                hidden = hidden.index_select(_batch_dim(hidden), torch.tensor(places))
+                hidden = hidden.index_select(batch_dim(hidden), torch.tensor(places))
             keep = watch() if watch is not None else None
             return run_layer(layer, hidden.to(walk.device), call, f"decoder layer {index}"), keep
 
@@ -148,11 +148,6 @@ def advance(walk: Walk, index: int, layer: nn.Module, states: HiddenStates, watc
         return walk
     again = record_calls(walk.model, walk.weights, left, walk.folder, device=walk.device)
     return replace(walk, windows=left, arguments=again.arguments)
-
-
-def _batch_dim(hidden: Tensor) -> int:
-    """Of [B, T, H]; some models stack several of them, [S, B, T, H]."""
-    return hidden.dim() - 3
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: Call, name: str = "a decoder layer") -> Tensor:

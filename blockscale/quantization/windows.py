@@ -1,7 +1,7 @@
 """Calibration windows in batches, without those on which the model gives NaN or Inf."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -17,15 +17,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Windows:
-    """Token windows [W, T] int64, and those that are left out: number -> what of it held NaN or Inf, as found."""
+    """Token windows [W, T] int64, and those that are left out: number -> what of it held NaN or Inf, as found.
+
+    `batch_size`: windows that run together; a GPU wants more than a CPU.
+    """
 
     ids: Tensor
     faults: Mapping[int, str] = field(default_factory=dict)
+    batch_size: int = BATCH
 
     @property
     def batches(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the windows of each batch. A batch that lost some is smaller; one that lost all is gone."""
-        numbers = torch.arange(len(self.ids)).split(BATCH)
+        numbers = torch.arange(len(self.ids)).split(self.batch_size)
         batches = [tuple(n for n in batch.tolist() if n not in self.faults) for batch in numbers]
         return tuple(batch for batch in batches if batch)
 
@@ -42,7 +46,7 @@ class Windows:
         faults = {**self.faults, **faults}
         if 2 * len(faults) > len(self.ids):
             raise ModelError(f"{next(iter(faults.values()))} on the calibration text", hint=_HINT)
-        return Windows(self.ids, faults)
+        return replace(self, faults=faults)
 
     @property
     def notices(self) -> tuple[str, ...]:

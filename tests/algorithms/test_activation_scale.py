@@ -59,12 +59,12 @@ def test_no_block_errs_more_than_by_amax(method: ActivationScale, kind: str, ama
     # what a search sums in fp32: 16 squares of differences of numbers that are each off by two roundings
     slack = 64 * ULP * x.double().square().unflatten(-1, (-1, 16)).sum(-1)
     assert (searched <= plain + slack).all()
-    if amax is None and kind == "normal":
+    if amax is None and kind == "gaussian":
         assert searched.sum() < 0.95 * plain.sum(), "and the search must find something"
 
 
 def test_a_sweep_errs_no_more_than_four_over_six() -> None:
-    x = activations("normal")
+    x = activations("gaussian")
     scale = headroom_scale(x)
     swept, chosen = (block_errors(x, scale, m) for m in (ActivationScale.SWEEP, ActivationScale.FOUR_OVER_SIX))
     assert swept.sum() <= chosen.sum()
@@ -101,7 +101,7 @@ def test_zeros_stay_zeros_and_nan_shows(method: ActivationScale) -> None:
 
 @pytest.mark.parametrize("fmt", [MXFP4, FP8, FP8_TOKEN], ids=lambda f: f.name)
 def test_other_formats_have_one_way(fmt) -> None:
-    x, scale = activations("normal"), torch.tensor(0.01)
+    x, scale = activations("gaussian"), torch.tensor(0.01)
     expected = round_activation(x, fmt, scale)[0]
     for method in SEARCHES:
         assert torch.equal(round_activation(x, fmt, scale, method)[0], expected)

@@ -228,7 +228,7 @@ def turned(*places: object) -> dict[str, Any]:
 
 
 CONTRADICTIONS: list[tuple[str, Change, str]] = [
-    (NVFP4, at(f"{Q}/quant_algo", "NVFP4_SVD"), f"{FIRST}: quant_algo 'NVFP4_SVD' is not read"),
+    (NVFP4, at(f"{Q}/quant_algo", "NVFP4_SVD"), "the config says NVFP4_SVD, and no weight has a low-rank branch"),
     (NVFP4, at(f"{Q}/quant_algo", "W4A16_AWQ"), f"{FIRST}: quant_algo 'W4A16_AWQ' is not read"),
     (NVFP4, at(f"{Q}/quant_algo", "FP8"), f"{FIRST}.weight: fp8 is stored as"),
     (

@@ -110,7 +110,7 @@ def test_chunks_are_the_tensors_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_long_reads_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockscale.checkpoint.tensors._READ_BYTES", 5)
+    monkeypatch.setattr("blockscale.checkpoint.tensors._MOVED_BYTES", 5)
     tensor = random_tensor(torch.float32, (3, 4))
     assert same(read_ours(write_ours(tmp_path / "x.safetensors", {"x": tensor}))["x"], tensor)
 

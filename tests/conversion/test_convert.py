@@ -345,9 +345,8 @@ def test_scales_that_nobody_can_use_are_not_copied(golden: str, name: str, value
     assert not (tmp_path / "out").exists()
 
 
-def test_a_low_rank_part_of_a_weight_is_not_left_out(tmp_path: Path) -> None:
-    """As Model Optimizer's SVDQuant writes it, under a config that does not say so."""
-    name = "model.layers.1.mlp.down_proj.weight_quantizer._svdquant_lora_a"
+def test_a_part_of_a_weight_that_is_not_understood_is_not_left_out(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight_quantizer._rotation"
     folder = changed(NVFP4.name, tmp_path / "q", tensors=lambda content: content.update({name: torch.ones(4, 128)}))
     for to in (CT, MODELOPT, "bf16"):
         with pytest.raises(CheckpointError, match=re.escape(name)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from .branches import with_branches
 from .raw import GOLDEN, SINGLE, Tensors, copy_golden, edit, edit_json, load, split
 
 Find = Callable[[str], Path]  # model type -> a tiny 16-bit model of it
@@ -148,6 +149,7 @@ GOOD: dict[str, Base] = {
     "draft layer": quantized(deepseek_with_draft),
     "draft layer, ct in 4 files": quantized(deepseek_with_draft, dialect="compressed-tensors", shards=4),
     "draft root": quantized(qwen_with_draft),
+    "branches": with_branches,
     "real magnitudes": quantized(partial(llama, 256, 512, 0.5)),
     "real magnitudes, ct": quantized(partial(llama, 256, 512, 0.5), dialect="compressed-tensors"),
 }

@@ -188,8 +188,9 @@ def svd_part(module: str, rank: int = 4) -> Break:
     """What Model Optimizer leaves of SVDQuant's low-rank part."""
 
     def change(tensors: Tensors) -> None:
-        k = weight_of(tensors, module).shape[1] * 2
-        tensors[f"{module}.weight_quantizer._svdquant_lora_a"] = torch.ones(rank, k, dtype=torch.bfloat16)
+        n, half = weight_of(tensors, module).shape
+        tensors[f"{module}.weight_quantizer._svdquant_lora_a"] = torch.ones(rank, 2 * half, dtype=torch.bfloat16)
+        tensors[f"{module}.weight_quantizer._svdquant_lora_b"] = torch.ones(n, rank, dtype=torch.bfloat16)
 
     return on_tensors(change)
 

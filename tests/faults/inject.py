@@ -9,12 +9,13 @@ from pathlib import Path
 
 from .bases import BASES, Find
 from .fault import Fault
+from .table_branches import BRANCHES
 from .table_configs import CONFIGS
 from .table_files import FILES
 from .table_layout import LAYOUT
 from .table_scales import SCALES
 
-FAULTS: tuple[Fault, ...] = (*SCALES, *FILES, *CONFIGS, *LAYOUT)
+FAULTS: tuple[Fault, ...] = (*SCALES, *BRANCHES, *FILES, *CONFIGS, *LAYOUT)
 
 # name -> code. Severity is "error" unless the next table says so.
 RULES = {
@@ -37,6 +38,7 @@ RULES = {
     "subnormal-block-scales": "BS117",
     "odd-input-scale": "BS118",
     "unread-input-scale": "BS119",
+    "bad-branch": "BS120",
     "unreadable-file": "BS201",
     "missing-shard": "BS202",
     "ghost-index-entry": "BS203",
@@ -70,6 +72,7 @@ RULES = {
     "quantized-embedding": "BS320",
     "kv-scales-missing": "BS321",
     "ignored-head": "BS322",
+    "unknown-activation-scale": "BS323",
     "swapped-nibbles": "BS401",
     "swizzled-scales": "BS402",
     "differs-from-source": "BS403",

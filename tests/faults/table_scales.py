@@ -196,7 +196,7 @@ MISSING = (
           "loose-scale", f"{MLP}.down", False),
     Fault("an input scale below 16-bit inputs", "B10", A16, put(f"{DOWN}.input_scale", torch.tensor(0.01)),
           "unread-input-scale", DOWN, True),
-    Fault("a low-rank part", "B10", NVFP4, svd_part(DOWN), "format-mismatch", "config.json", False),
+    Fault("a low-rank part", "B10", NVFP4, svd_part(DOWN), "format-mismatch", "config.json", True),
     Fault("a quantizer's own tensor", "B10", NVFP4, put(f"{DOWN}.weight_quantizer._amax", torch.tensor(0.1)),
           "loose-scale", DOWN, True),
     Fault("key without value", "B4", KV, drop(f"{VALUE}.v_scale"), "one-sided-kv-scale", ATTENTION, False),

@@ -47,7 +47,13 @@ def test_every_recipe(
 ) -> None:
     texts = [calibration_text] if is_calibrated else []
     source = tiny_model("llama")
-    blockscale.quantize(source, tmp_path / "q", recipe, calibration=texts, max_calibration_tokens=512, dialect=dialect)
+    options = {"calibration": texts, "max_calibration_tokens": 512, "dialect": dialect}
+    try:
+        blockscale.quantize(source, tmp_path / "q", recipe, **options)
+    except CheckpointError as error:
+        assert dialect == "compressed-tensors"  # which has no place beside a weight
+        assert recipe.endswith(("-svdquant", "-arc"))
+        pytest.skip(str(error))
     assert not serious(blockscale.lint(tmp_path / "q"))
     assert not serious(blockscale.lint(tmp_path / "q", source=source))
 

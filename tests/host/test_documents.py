@@ -15,14 +15,20 @@ Find = Callable[[str], Path]
 
 
 class Characters:
-    """A tokenizer of one token a character, as far as writing needs one. `before`: its BOS."""
+    """A tokenizer of one token a character, as far as writing needs one. `before`: its BOS; `added`: other names."""
 
-    def __init__(self, num_tokens: int = 128, before: Sequence[int] = (), eos: int | None = None) -> None:
+    def __init__(
+        self, num_tokens: int = 128, before: Sequence[int] = (), eos: int | None = None, added: str = ""
+    ) -> None:
+        self.added = added
         self.num_tokens, self.before, self.eos_token_id = num_tokens, list(before), eos
         self.all_special_ids = [*self.before, *([] if eos is None else [eos])]
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {name: ord(name) for name in self.added}
 
     def encode(self, text: str) -> list[int]:
         return [*self.before, *map(ord, text)]
@@ -70,6 +76,8 @@ def test_a_text_begins_with_an_ordinary_token(hosted: HostedModel) -> None:
     firsts = write(hosted, Characters(), 64, 2)[:, 0].tolist()
     assert all(is_letter(token) for token in firsts)
     assert len(set(firsts)) > 20
+    firsts = write(hosted, Characters(added="abcdefghijklmnopqrstuvwxyz"), 64, 2)[:, 0].tolist()
+    assert all(chr(token).isupper() for token in firsts), "what was added to the vocabulary is no text"
 
 
 @pytest.mark.parametrize("before", [[], [1], [1, 2]])

@@ -299,10 +299,14 @@ def test_awq_is_not_plain_nvfp4() -> None:
 
 
 def test_a_low_rank_part_is_not_plain_nvfp4() -> None:
-    entries = with_input_factors(DOWN) | {f"{DOWN}.weight_quantizer._svdquant_lora_a": ("BF16", (4, INNER))}
+    parts = {"a": (4, INNER), "b": (llama()[f"{DOWN}.weight"][1][0], 4)}
+    entries = with_input_factors(DOWN)
+    entries |= {f"{DOWN}.weight_quantizer._svdquant_lora_{name}": ("BF16", shape) for name, shape in parts.items()}
     (fault,) = config_faults(modelopt(entries))
-    assert (fault.rule, fault.where, fault.is_fatal) == ("format-mismatch", "config.json", True)
-    assert "SVDQuant" in fault.message
+    assert (fault.rule, fault.where, fault.is_fatal) == ("format-mismatch", "config.json", False)
+    assert "low-rank branch" in fault.message
+    named = {"quantization": {"quant_algo": "NVFP4_SVD"}, "nested": {"quant_algo": "NVFP4_SVD"}}
+    assert faults(modelopt(entries, **named)) == []
 
 
 def test_a_layer_without_scales_of_its_cache() -> None:

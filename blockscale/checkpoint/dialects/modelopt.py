@@ -8,8 +8,8 @@
 | input_global_scale | `X.input_scale`, the multiplier |
 | pre_quant_scale | `X.pre_quant_scale` |
 | low_rank_down, low_rank_up | `X.svdquant_lora_a` [r, K], `X.svdquant_lora_b` [N, r]; also read as a quantizer's own |
-| residual_channels, residual_packed, residual_block_scale | `X.residual_channels`, `X.residual_weight`, \
-`X.residual_weight_scale`: blockscale's own names |
+| residual_channels | `X.residual_channels`; this name and the next two are blockscale's own |
+| residual_packed, residual_block_scale | `X.residual_weight`, `X.residual_weight_scale` |
 | key, value scales | `...k_proj.k_scale`, `...v_proj.v_scale` |
 
 A 3-D stack of experts keeps the model's own orientation [E, K, N], and its scales are `X_weight_scale` and so on.
@@ -133,15 +133,23 @@ def read_model(folder: Folder) -> StoredModel:
 
 def _missing_branches(linears: Mapping[str, StoredLinear], quantization: Mapping[str, Any]) -> Iterator[Fault]:
     """Weights that are only part of themselves. Where one algorithm holds for all, some may do without a branch."""
+    entries = _table(quantization.get("quantized_layers")).values()
+    is_mixed = quantization.get("quant_algo") == "MIXED_PRECISION"
+    if quantization.get("quant_algo") != _SVD and not (is_mixed and any(_names_svd(entry) for entry in entries)):
+        return
     without = [module for module, linear in linears.items() if not branches.has_low_rank(linear.tensors)]
-    if quantization.get("quant_algo") == "MIXED_PRECISION":
+    if is_mixed:
         for module in without:
             if _layer_algorithm(module, quantization)[0] == _SVD:
                 what = f"{module}: the config says {_SVD}, and there is no low-rank branch"
                 yield Fault(branches.RULE, module, what, _NO_BRANCH)
-    elif quantization.get("quant_algo") == _SVD and len(without) == len(linears) > 0:
+    elif len(without) == len(linears) > 0:
         what = f"the config says {_SVD}, and no weight has a low-rank branch"
         yield Fault(branches.RULE, "config.json", what, _NO_BRANCH)
+
+
+def _names_svd(entry: object) -> bool:
+    return _table(entry).get("quant_algo") == _SVD
 
 
 def _quantization(folder: Folder) -> dict[str, Any]:

@@ -7,9 +7,10 @@
 The 16-bit layer runs beside it, on the 16-bit model's hidden states: its inputs are the targets.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,22 @@ from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.algorithms.statistics import Moments, add_moments, finish, new_moments
 from blockscale.checkpoint.linear import QuantizedLinear
 from blockscale.host.linear import KeptLinear, PackedLinear
+from blockscale.errors import NonFiniteError, RecipeError
+from blockscale.formats.spec import NVFP4
 from blockscale.quantization.fold_search import find_folds
-from blockscale.quantization.folds import Fold
-from blockscale.quantization.hidden_states import HiddenStates
-from blockscale.quantization.layer_probe import CallLayer
-from blockscale.quantization.layerwise.capture import Capture, SiteInputs, capture_stage, sample_inputs
+from blockscale.quantization.folds import NoFold
+from blockscale.quantization.layerwise.capture import SiteInputs, capture_stage, sample_inputs
 from blockscale.quantization.layerwise.method import Method
 from blockscale.quantization.layerwise.rounding import Choice
 from blockscale.quantization.layerwise.site import SiteJob, SiteResult, quantize_site
 from blockscale.quantization.layerwise.smoothing import Smoothed, smooth_site
+from blockscale.quantization.layerwise.streams import (
+    Streams,
+    drop,
+    probe_layer,
+    run_reference,
+    without_faults,
+)
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.ranges import Ranges, watch_caches
 from blockscale.quantization.sites import Site, find_sites
@@ -37,26 +45,23 @@ _SMOOTHING_TOKENS = 4096
 
 @dataclass
 class LayerResult:
-    """What a layer became. By member: `linears`, `choices`, `input_amax`, `smoothed`; `rows`: fp32 weights after folds,
-    which the codes stand for. `tensors`: stored tensors that folds changed."""
+    """What a layer became. By member: `linears`, `choices`, `input_amax`, `smoothed`, `sqnr_db` (of the weights after
+    folds; None where it is not finite).
+
+    tensors     stored tensors that folds changed
+    unsmoothed  why sites were not smoothed, and how many, of all `num_sites` that a method would smooth
+    """
 
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     smoothed: dict[str, Smoothed] = field(default_factory=dict)
     input_amax: dict[str, float | None] = field(default_factory=dict)
-    sqnr_db: dict[str, float] = field(default_factory=dict)
+    sqnr_db: dict[str, float | None] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     kv: Ranges = field(default_factory=Ranges)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Hidden states of the model as quantized so far, and of the 16-bit model. `probe`: a walk over a few tokens."""
-
-    quantized: HiddenStates
-    reference: HiddenStates
-    probe: Walk
-    folder: Path
+    notices: list[str] = field(default_factory=list)
+    unsmoothed: Counter[str] = field(default_factory=Counter)
+    num_sites: int = 0
 
 
 def quantize_layer(
@@ -72,13 +77,54 @@ def quantize_layer(
     """Reads generation `index` of both streams and writes the next ones. The walk that comes back lacks windows that
     gave NaN or Inf."""
     path = f"{walk.prefix}.{index}"
-    layer, original = walk.load(index), walk.load(index)
-    call_layer, hidden = _probe(layer, index, streams)
-    sites = find_sites(layer, path, linears, call_layer, hidden)
-    result = LayerResult()
-    walk, references = _run_reference(walk, index, original, streams, sites)
-    del original
-    if method.smoothing and sites:
+    while True:
+        layer, original = walk.load(index), walk.load(index)
+        sites = find_sites(layer, path, linears, *probe_layer(layer, index, streams))
+        _check_called(walk, path, linears, sites)
+        walk, streams, references = run_reference(walk, index, original, streams, sites)
+        del original
+        result = LayerResult()
+        try:
+            _quantize_sites(walk, index, layer, streams, sites, references, linears, method, activation_scale, result)
+            break
+        except NonFiniteError:
+            # the 16-bit layer runs on these windows, this one does not: it is begun again without them
+            sound = without_faults(walk, index, layer, streams, sites)
+            if sound.windows is walk.windows:
+                raise
+            streams, walk = streams.leaving_out(index, walk.windows, sound.windows), sound
+    before = walk.windows
+    walk = advance(walk, index, layer, streams.quantized, _cache_watcher(walk, layer, path, result.kv, with_kv))
+    if walk.windows is not before:
+        drop(streams.reference, index + 1, before.batches, walk.windows.batches)
+    return walk, result
+
+
+def _check_called(walk: Walk, path: str, linears: Mapping[str, PlannedLinear], sites: Sequence[Site]) -> None:
+    reached = {member for site in sites for member in site.members}
+    for hosted, stored in walk.weights.stored.items():
+        if hosted.startswith(f"{path}.") and stored in linears and stored not in reached:
+            if linears[stored].scheme.needs_input_scale:
+                raise RecipeError(
+                    f"{stored}: its input scale cannot be calibrated, for the model does not call it on plain text",
+                    hint="store it with 16-bit activations (activation: null), or keep it",
+                )
+
+
+def _quantize_sites(
+    walk: Walk,
+    index: int,
+    layer: nn.Module,
+    streams: Streams,
+    sites: Sequence[Site],
+    references: Mapping[str, SiteInputs],
+    linears: Mapping[str, PlannedLinear],
+    method: Method,
+    activation_scale: ActivationScale,
+    result: LayerResult,
+) -> None:
+    """Changes the layer. NonFiniteError where a site is given NaN or Inf."""
+    if method.smoothing:
         _smooth(walk, index, layer, streams, sites, linears, method, activation_scale, result)
     for stage in stages(sites):
         inputs = capture_stage(walk, index, layer, streams.quantized, stage, streams.folder / "inputs")
@@ -100,11 +146,6 @@ def quantize_layer(
             for used in (inputs[site.name], references.get(site.name)):
                 if used is not None:
                     used.clear()
-    before = walk.windows
-    walk = advance(walk, index, layer, streams.quantized, _cache_watcher(walk, layer, path, result.kv, with_kv))
-    if walk.windows is not before:
-        _drop(streams.reference, index + 1, before.batches, walk.windows.batches)
-    return walk, result
 
 
 def stages(sites: Sequence[Site]) -> list[list[Site]]:
@@ -114,50 +155,6 @@ def stages(sites: Sequence[Site]) -> list[list[Site]]:
         numberless = ".".join("*" if part.isdigit() else part for part in site.hosted[0].split("."))
         found.setdefault(numberless if site.is_expert else site.name, []).append(site)
     return list(found.values())
-
-
-def _probe(layer: nn.Module, index: int, streams: Streams) -> tuple[CallLayer, Tensor]:
-    """The layer with the arguments of a few tokens, and hidden states of their shape."""
-    probe = streams.probe
-    args, kwargs = probe.call(index, 0, streams.quantized)
-
-    def call_layer(hidden: Tensor) -> Tensor:
-        output = layer(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
-
-    return call_layer, streams.quantized.read(index, 0)[:1, : probe.windows.ids.shape[1]].to(probe.device)
-
-
-def _run_reference(
-    walk: Walk, index: int, original: nn.Module, streams: Streams, sites: Sequence[Site]
-) -> tuple[Walk, Mapping[str, SiteInputs]]:
-    """Runs the 16-bit layer and keeps what its sites are given, but for experts: the two models may send a token to
-    different ones. Windows that the layer cannot run leave both streams."""
-    while True:
-        capture = Capture([s for s in sites if not s.is_expert], walk, streams.folder / "references")
-        with capture.listening(original) as watch:
-            after = advance(walk, index, original, streams.reference, watch)
-        if after.windows is walk.windows:
-            return walk, capture.inputs
-        for inputs in capture.inputs.values():
-            inputs.clear()
-        for states in (streams.quantized, streams.reference):
-            _drop(states, index, walk.windows.batches, after.windows.batches)
-        walk = after
-
-
-def _drop(
-    states: HiddenStates, generation: int, before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
-) -> None:
-    """Takes windows out of a generation."""
-    left = {number for batch in after for number in batch}
-    num_batches = 0
-    for batch, numbers in enumerate(before):
-        places = [i for i, number in enumerate(numbers) if number in left]
-        if places:
-            hidden = states.read(generation, batch)
-            states.write(generation, num_batches, hidden.index_select(hidden.dim() - 3, torch.tensor(places)))
-            num_batches += 1
 
 
 def _smooth(
@@ -171,14 +168,18 @@ def _smooth(
     activation_scale: ActivationScale,
     result: LayerResult,
 ) -> None:
-    """Searches and folds the scales of all sites that have a fold, from the last to the first."""
+    """Searches and folds the scales of all sites with NVFP4 weights that have a fold, from the last to the first."""
+    smoothable = [s for s in sites if any(linears[m].scheme.weight is NVFP4 for m in s.members)]
+    if not smoothable:
+        return
     path = f"{walk.prefix}.{index}"
-    call_layer, hidden = _probe(layer, index, streams)
-    folds = find_folds(layer, sites, call_layer, hidden)
-    samples = sample_inputs(walk, index, layer, streams.quantized, sites, _SMOOTHING_TOKENS)
-    for site in reversed(sites):
+    folds = find_folds(layer, sites, *probe_layer(layer, index, streams))
+    samples = sample_inputs(walk, index, layer, streams.quantized, smoothable, _SMOOTHING_TOKENS)
+    result.num_sites = len(smoothable)
+    for site in reversed(smoothable):
         fold, sample = folds[site.name], samples.get(site.name)
-        if not isinstance(fold, Fold) or sample is None:
+        if isinstance(fold, NoFold) or sample is None:
+            result.unsmoothed[fold.reason if isinstance(fold, NoFold) else "no calibration token reached it"] += 1
             continue
         smoothed = smooth_site(
             layer,
@@ -216,13 +217,20 @@ def _take(result: LayerResult, job: SiteJob, done: SiteResult) -> None:
     result.linears |= done.linears
     result.choices |= done.choices
     for member, linear in done.linears.items():
-        result.input_amax[member] = done.input_amax if linear.input_global_scale is not None else None
+        has_scale = linear.input_global_scale is not None
+        result.input_amax[member] = done.input_amax if has_scale else None
+        if not done.num_tokens:
+            result.notices.append(
+                f"{member}: no calibration token reached it; its scales come from its siblings and its weights"
+            )
+        elif has_scale and not done.input_amax:
+            result.notices.append(f"{member}: its inputs were all zero; its input scale is 1")
         rows = job.weights[member]
         error = rows - linear.weight.dequantize(torch.float32).view(rows.shape)
         if linear.low_rank is not None:
             error = error - linear.low_rank.up.float() @ linear.low_rank.down.float()
-        ratio = rows.double().square().sum() / error.double().square().sum()
-        result.sqnr_db[member] = (10 * ratio.log10()).item()
+        sqnr = (10 * (rows.double().square().sum() / error.double().square().sum()).log10()).item()
+        result.sqnr_db[member] = sqnr if math.isfinite(sqnr) else None
 
 
 def _put(layer: nn.Module, site: Site, result: LayerResult, activation_scale: ActivationScale) -> None:

@@ -50,16 +50,16 @@ class Choice:
     losses: dict[str, float]
 
 
-def choose(weight: Tensor, moments: Moments, raw: Moments, method: Method, judge: Judge | None, name: str) -> Choice:
+def choose(weight: Tensor, moments: Moments, method: Method, judge: Judge | None, name: str) -> Choice:
     """The best of a method's candidates for weight fp32 [N, K]; the last where there is nothing to judge by.
 
     `moments`: of the inputs as the linear will see them, with `cross` where a candidate corrects its target.
     """
     results: dict[str, Rounded] = {}
     for candidate in method.candidates:
-        if candidate.correction and raw.cross is None:
+        if candidate.correction and moments.cross is None:
             continue
-        results[candidate.name] = round_by(candidate, weight, moments, raw, method, name)
+        results[candidate.name] = round_by(candidate, weight, moments, method, name)
     if judge is None or len(results) == 1:
         chosen = list(results)[-1] if moments.count else next(iter(results))
         losses = {} if judge is None else {chosen: judge.loss(results[chosen].decode())}
@@ -69,11 +69,11 @@ def choose(weight: Tensor, moments: Moments, raw: Moments, method: Method, judge
     return Choice(results[best], best, losses)
 
 
-def round_by(candidate: Candidate, weight: Tensor, moments: Moments, raw: Moments, method: Method, name: str) -> Rounded:
+def round_by(candidate: Candidate, weight: Tensor, moments: Moments, method: Method, name: str) -> Rounded:
     """One candidate's codes and scales."""
     target = weight
     if candidate.correction:
-        target = corrected_target(weight, raw, candidate.correction, method.correction_damp, name=name)
+        target = corrected_target(weight, moments, candidate.correction, method.correction_damp, name=name)
     if not candidate.is_swept:
         global_scale = global_scale_from_amax(target.abs().amax(), ScaleMethod.AMAX).clamp(min=2.0**-126)
         block_scale = block_scale_from_amax(block_amax(target), global_scale)

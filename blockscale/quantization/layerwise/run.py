@@ -31,9 +31,10 @@ from blockscale.quantization.plan import Plan
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.walk import Walk, record_calls
-from blockscale.quantization.windows import Windows
+from blockscale.quantization.windows import BATCH, Windows
 
 _PROBE_TOKENS = 32
+_GPU_BATCH = 32
 
 
 def quantize_layers(
@@ -64,9 +65,11 @@ def quantize_layers(
     folder = output.state_path("layers")
     with torch.no_grad():
         streams = [HiddenStates(folder, name) for name in ("quantized", "reference")]
-        state = _load_state(folder, data, streams)
+        state = _load_state(folder, data, streams, device)
         embedded = HiddenStates(folder, "embedded") if state.next_layer == 0 else None
-        walk = record_calls(model, weights, state.windows(data), folder / "calls", device=device, states=embedded)
+        walk = record_calls(
+            model, weights, state.windows(data, device), folder / "calls", device=device, states=embedded
+        )
         if embedded is not None:
             _begin(walk, embedded, streams)
         few = Windows(data.windows[:1, :_PROBE_TOKENS])
@@ -143,8 +146,8 @@ class _State:
     kv_amax: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
-    def windows(self, data: CalibrationData) -> Windows:
-        return Windows(data.windows, self.faults)
+    def windows(self, data: CalibrationData, device: str) -> Windows:
+        return Windows(data.windows, self.faults, BATCH if device == "cpu" else _GPU_BATCH)
 
     def after(self, index: int, walk: Walk, result: LayerResult) -> "_State":
         notices = tuple(
@@ -162,7 +165,7 @@ def _save_state(state: _State, folder: Path, data: CalibrationData) -> None:
         os.replace(partial, folder / PROGRESS_NAME)
 
 
-def _load_state(folder: Path, data: CalibrationData, streams: list[HiddenStates]) -> _State:
+def _load_state(folder: Path, data: CalibrationData, streams: list[HiddenStates], device: str) -> _State:
     """What an earlier run left, if all of it is there; else the beginning."""
     path = folder / PROGRESS_NAME
     if not path.is_file():
@@ -174,6 +177,6 @@ def _load_state(folder: Path, data: CalibrationData, streams: list[HiddenStates]
         {name: (pair[0], pair[1]) for name, pair in facts["kv_amax"].items()},
         tuple(facts["notices"]),
     )
-    num_batches = len(state.windows(data).batches)
+    num_batches = len(state.windows(data, device).batches)
     is_whole = all(stream.is_whole(state.next_layer, num_batches) for stream in streams)
     return state if facts["digest"] == data.digest and is_whole else _State()

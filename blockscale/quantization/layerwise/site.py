@@ -110,7 +110,7 @@ def quantize_site(job: SiteJob) -> SiteResult:
     """The site's members as they will be stored. The same job gives the same bytes."""
     amax = _input_amax(job)
     rounding = InputRounding(job, amax or 0.0)
-    moments, raw = collect(job, rounding)
+    moments = collect(job, rounding)
     if job.pooled is not None:
         moments = _with_siblings(moments, job.pooled)
     held, reference = job.inputs.held_tokens(), None if job.reference is None else job.reference.held_tokens()
@@ -134,7 +134,7 @@ def quantize_site(job: SiteJob) -> SiteResult:
             weight = torch.cat([rest for _, rest in found.values()])
             if judge is not None and held is not None:
                 judge = Judge(judge.x, judge.target - given_by(list(low.values()), held))
-        choice = choose(weight, moments, raw, job.method, judge, name)
+        choice = choose(weight, moments, job.method, judge, name)
         parts = split_rows(choice.rounded, [len(job.weights[m]) for m in members])
         for member, part in zip(members, parts, strict=True):
             linears[member] = _linear(job, member, part, rounding, low.get(member))
@@ -142,21 +142,17 @@ def quantize_site(job: SiteJob) -> SiteResult:
     return SiteResult(linears, choices, amax)
 
 
-def collect(job: SiteJob, rounding: InputRounding) -> tuple[Moments, Moments]:
-    """Moments of the training tokens as the linears will see them, and as they are before rounding, with the 16-bit
-    model's beside them."""
-    k = next(iter(job.weights.values())).shape[1]
-    device = next(iter(job.weights.values())).device
-    sums, raw = new_moments(k, device), new_moments(k, device)
+def collect(job: SiteJob, rounding: InputRounding) -> Moments:
+    """Of the training tokens as the linears will see them, with the 16-bit model's beside them where they are asked
+    for."""
+    weight = next(iter(job.weights.values()))
+    sums = new_moments(weight.shape[1], weight.device)
     needs_cross = job.reference is not None and any(c.correction for c in job.method.candidates)
     others = iter(job.reference.train) if needs_cross and job.reference is not None else None
-    name = next(iter(job.linears))
     for x in job.inputs.train:
         other = _divided(next(others), job.smoothing) if others is not None else None
-        add_moments(sums, rounding(x), None if job.method.is_raw else other, name=name)
-        if other is not None and job.method.is_raw:
-            add_moments(raw, x, other, name=name)
-    return finish(sums), finish(raw if job.method.is_raw else sums)
+        add_moments(sums, rounding(x), other, name=next(iter(job.linears)))
+    return finish(sums)
 
 
 def _divided(x: Tensor, smoothing: Tensor | None) -> Tensor:

@@ -39,8 +39,8 @@ def _smoothquant(x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def _rms(x: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Powers of each channel's root mean square over powers of the weights' own: the best of a wide grid, on two models.
-    About where an input's error and a weight's, as the output sees them, are equal in every channel."""
+    """Powers of each channel's root mean square over powers of the weights' own, the best of a wide grid: about where
+    an input's error and a weight's, as the output sees them, are equal in every channel."""
     rms, rows = x.double().square().mean(0).sqrt(), weights.double().square().mean(0).sqrt()
     is_alive = (rms > 0) & (rows > 0)
     rms, rows = torch.where(is_alive, rms, 1.0), torch.where(is_alive, rows, 1.0)

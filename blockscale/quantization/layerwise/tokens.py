@@ -8,17 +8,26 @@ from torch import Tensor
 
 from blockscale.quantization.hidden_states import read_back, stored_tensors, write_tensors
 
-_CPU_LIMIT_BYTES = 128 << 20
-_GPU_SHARE = 8  # of the free memory
+_CPU_LIMIT_BYTES, _CPU_TOTAL_BYTES = 128 << 20, 1 << 30
+_GPU_SHARE, _GPU_TOTAL_SHARE = 8, 2  # of the free memory: an eighth, a half
+
+
+def room_bytes(device: str, num_stores: int) -> int:
+    """What each of so many stores may hold in memory."""
+    if device == "cpu":
+        return min(_CPU_LIMIT_BYTES, _CPU_TOTAL_BYTES // num_stores)
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return min(free // _GPU_SHARE, free // _GPU_TOTAL_SHARE // num_stores)
 
 
 class TokenStore:
-    """Tensors [T, K], read back in the order in which they were added, on the device that they came from."""
+    """Tensors [T, K], read back in the order in which they were added, on the device that they came from. The first
+    `limit_bytes` of them are held in memory."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, limit_bytes: int) -> None:
         self._folder, self._device = folder, device
         self._places: list[Tensor | Path] = []
-        self._free = _CPU_LIMIT_BYTES if device == "cpu" else torch.cuda.mem_get_info(device)[0] // _GPU_SHARE
+        self._free = limit_bytes
 
     def add(self, x: Tensor) -> None:
         """OutputError if the disk is full."""

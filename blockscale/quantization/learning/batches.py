@@ -64,10 +64,11 @@ def make_batches(windows: Tensor, size: int, teacher: HostedModel) -> Batches:
     limit = max(1, _MAX_LOGITS // (windows.shape[1] * vocabulary_size(teacher.checkpoint.folder.config)))
     step = max(1, -(-len(judges) // limit))
     held = []
-    for ids in windows[judges[::step]].split(1):
-        logits = Batch(ids).teacher_logits(teacher)
+    for judge in judges[::step]:
+        batch = Batch(windows[judge : judge + 1])
+        logits = batch.teacher_logits(teacher)
         if torch.isfinite(logits).all():
-            held.append(Batch(ids, logits))
+            held.append(Batch(batch.ids, logits))
     num_lost = len(judges[::step]) - len(held)
     if num_lost and not held:
         raise ModelError(

@@ -75,7 +75,7 @@ def test_the_whole_model_is_predicted_as_measured(method: str, saturation: float
 
 
 def test_a_part_is_predicted_too() -> None:
-    """Where scores scaled to the whole would be 20 % off, and measurements of one group saturate a little themselves."""
+    """Where scores scaled to the whole would be 20 % off; single measurements saturate a little themselves."""
     losses = Losses(3.0)
     result = found(losses)
     chosen = {group.name: "nvfp4" for group in GROUPS[::3]}
