@@ -44,6 +44,7 @@ docs: install
 	$(BIN)/python docs/generate_lint.py
 	$(BIN)/python docs/generate_claims.py
 	$(BIN)/python docs/generate_planner.py
+	$(BIN)/python docs/generate_accuracy.py
 
 peers: $(PEERS)/.installed
 

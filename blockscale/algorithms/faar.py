@@ -7,7 +7,7 @@ position p = w / (s g) (inside the cell of its code at the start), s the block s
 
 v begins as p's place between lo and hi, where the sigmoid of slope 1 gives about the weight itself; v > 1/2 means hi,
 so the codes at the start come back. Trained by Adam on the loss and a pull of v towards 0 and 1: the gradient of
-c (1 - (2v - 1)^2), c 0.3 of the mean size over the tensor of the loss's own gradient by v.
+c (1 - (2v - 1)^2), c a tenth of the mean size over the tensor of the loss's own gradient by v.
 
 Source: "FAAR: Format-Aware Adaptive Rounding for NVFP4", arXiv 2603.22370.
 """
@@ -22,7 +22,7 @@ from blockscale.formats.nvfp4 import MIN_BLOCK_SCALE
 from blockscale.formats.spec import E4M3
 
 _FIRST_SHARPNESS, _LAST_SHARPNESS = 4.0, 40.0
-_PULL = 0.3
+_PULL = 0.1
 _EPSILON = 1e-15  # a gradient is a mean over all tokens by one of very many weights
 _MIN_MULTIPLIER, _MAX_MULTIPLIER = 0.5, 2.0
 

@@ -39,7 +39,7 @@ _METHOD: dict[RoundingMethod, ModuleType] = {
     RoundingMethod.LATENT: latent,
 }
 # what the learning rates of all steps add up to
-_TRAVEL = {RoundingMethod.AUTOROUND: 0.125, RoundingMethod.FAAR: 1.0, RoundingMethod.LATENT: 0.5}
+_TRAVEL = {RoundingMethod.AUTOROUND: 0.125, RoundingMethod.FAAR: 0.5, RoundingMethod.LATENT: 0.5}
 _SCALE_SHARE = 0.2
 
 
@@ -93,7 +93,7 @@ def learn_rounding(
     batches         what `forward` is shown, one a step, in an order drawn from `seed`
     held_back       judges; where empty, `batches` do
     codes           name -> uint8 [..., K] to start from (GPTQ's, say); round to nearest where not given
-    lr              of the first step; by default what lets an offset just travel its range (a choice, its range twice)
+    lr              of the first step; by default what lets parameters travel the distance found best (`_TRAVEL`) in all
     scale_lr        likewise of the block scales' multipliers; by default a fifth of lr, 0 keeps the scales
     vectors         name -> 16- or 32-bit tensor that is learned as well, and rounded to its dtype in `forward`
     vector_lr       of the first step, in units of each vector's root mean square

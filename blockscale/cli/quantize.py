@@ -2,6 +2,7 @@
 
 examples:
   blockscale quantize meta-llama/Llama-3.1-8B-Instruct llama-nvfp4 --calibration calib.txt
+  blockscale quantize model model-best --recipe nvfp4-best --calibration en.txt:0.5 pt.txt:0.5
   blockscale quantize model model-w4a16 --recipe nvfp4-w4a16 --keep "*.layers.0.*"
   blockscale quantize model model-mixed --calibration calib.txt --bits 5.0 --pareto front.svg
 """
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="nvfp4",
-        help="nvfp4 (default), nvfp4-sweep, nvfp4-w4a16, nvfp4-w4a16-sweep, mxfp4, fp8, or a .yaml file",
+        help="nvfp4 (default), nvfp4-sweep, nvfp4-best (the most accurate), nvfp4-gptq, nvfp4-awq, nvfp4-smoothquant, "
+        "nvfp4-svdquant, nvfp4-best-arc, nvfp4-learned; nvfp4-w4a16 for weights alone, with the same endings; mxfp4, "
+        "fp8; or a .yaml file",
     )
     parser.add_argument(
         "--calibration",
@@ -119,5 +122,9 @@ def run(args: argparse.Namespace) -> None:
         f"{summary.source_bytes / 1e6:,.1f} MB -> {summary.num_bytes / 1e6:,.1f} MB ({ratio:.2f} x smaller), "
         f"{summary.bits_per_parameter:.2f} bits per parameter"
     )
+    if summary.choices:
+        print("chosen: " + ", ".join(f"{name} {count}" for name, count in summary.choices.items()))
+    if summary.median_gain is not None:
+        print(f"on held-back text, {summary.median_gain:.0%} less output error than round to nearest (median)")
     if summary.worst_layers:
         print("least faithful: " + ", ".join(f"{name} {sqnr:.1f} dB" for name, sqnr in summary.worst_layers))

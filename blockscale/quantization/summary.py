@@ -1,8 +1,10 @@
 """What a quantization did, for its caller and for the checkpoint's own record."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,18 @@ class Summary:
         """The three linears with the least SQNR, in dB."""
         known = [(name, layer.sqnr_db) for name, layer in self.layers.items() if layer.sqnr_db is not None]
         return sorted(known, key=lambda pair: pair[1])[:3]
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """How many linears each candidate of a method won, most first."""
+        found = Counter(layer.chosen for layer in self.layers.values() if layer.chosen)
+        return dict(found.most_common())
+
+    @property
+    def median_gain(self) -> float | None:
+        """Share of round to nearest's output error removed, on held-back tokens; half of the linears gain more."""
+        gains = [layer.gain for layer in self.layers.values() if layer.gain is not None]
+        return median(gains) if gains else None
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""

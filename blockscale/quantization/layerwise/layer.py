@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.algorithms.statistics import Moments, add_moments, finish, new_moments
 from blockscale.checkpoint.linear import QuantizedLinear
-from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.errors import NonFiniteError, RecipeError
 from blockscale.formats.spec import NVFP4
+from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.quantization.fold_search import find_folds
 from blockscale.quantization.folds import NoFold
 from blockscale.quantization.layerwise.capture import SiteInputs, capture_stage, sample_inputs

@@ -9,6 +9,7 @@ from torch import Tensor
 from blockscale.algorithms.gptq import corrected_target, gptq
 from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.algorithms.statistics import Moments, importance
+from blockscale.errors import UsageError
 from blockscale.formats.nvfp4 import block_amax, block_scale_from_amax, decode_packed, encode_packed
 from blockscale.formats.packing import pack_nibbles
 from blockscale.quantization.layerwise.method import Candidate, Method
@@ -54,12 +55,20 @@ def choose(weight: Tensor, moments: Moments, method: Method, judge: Judge | None
     """The best of a method's candidates for weight fp32 [N, K]; the last where there is nothing to judge by.
 
     `moments`: of the inputs as the linear will see them, with `cross` where a candidate corrects its target.
+
+    A candidate whose Hessian cannot be factored is passed over. UsageError if none is left.
     """
     results: dict[str, Rounded] = {}
+    failure: UsageError | None = None
     for candidate in method.candidates:
         if candidate.correction and moments.cross is None:
             continue
-        results[candidate.name] = round_by(candidate, weight, moments, method, name)
+        try:
+            results[candidate.name] = round_by(candidate, weight, moments, method, name)
+        except UsageError as e:
+            failure = e
+    if failure is not None and not results:
+        raise failure
     if judge is None or len(results) == 1:
         chosen = list(results)[-1] if moments.count else next(iter(results))
         losses = {} if judge is None else {chosen: judge.loss(results[chosen].decode())}

@@ -6,35 +6,35 @@ After each layer its tensors are in the output and a state file says where to go
 resumed writes the same bytes as one that was not.
 """
 
-import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from blockscale.algorithms.activation_scale import ActivationScale
-from blockscale.checkpoint.output import PROGRESS_NAME, OutputFolder
+from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
-from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import RecipeError
+from blockscale.host.linear import KeptLinear
 from blockscale.host.model import check_ids
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
-from blockscale.host.weights import host_weights
+from blockscale.host.weights import HostedWeights, host_weights
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
-from blockscale.quantization.layerwise.layer import LayerResult, Streams, quantize_layer
+from blockscale.quantization.layerwise.layer import LayerResult, quantize_layer
 from blockscale.quantization.layerwise.method import METHODS
+from blockscale.quantization.layerwise.state import forget_state, load_state, save_state
+from blockscale.quantization.layerwise.streams import Streams
 from blockscale.quantization.plan import Plan
+from blockscale.quantization.ranges import Ranges, watch_inputs
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.quantization.walk import Walk, record_calls
-from blockscale.quantization.windows import BATCH, Windows
+from blockscale.quantization.walk import Keep, Walk, record_calls
+from blockscale.quantization.windows import Windows
 
 _PROBE_TOKENS = 32
-_GPU_BATCH = 32
 
 
 def quantize_layers(
@@ -60,38 +60,67 @@ def quantize_layers(
     weights = host_weights(model, checkpoint, is_emulating=False)
     prefix, layers = decoder_layers(model)
     check_ids(data.windows, model)
-    inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
-    _check_inside(plan, inside)
     folder = output.state_path("layers")
+    for name in ("inputs", "references"):
+        shutil.rmtree(folder / name, ignore_errors=True)  # of a layer that was killed
     with torch.no_grad():
-        streams = [HiddenStates(folder, name) for name in ("quantized", "reference")]
-        state = _load_state(folder, data, streams, device)
-        embedded = HiddenStates(folder, "embedded") if state.next_layer == 0 else None
-        walk = record_calls(
-            model, weights, state.windows(data, device), folder / "calls", device=device, states=embedded
-        )
-        if embedded is not None:
-            _begin(walk, embedded, streams)
-        few = Windows(data.windows[:1, :_PROBE_TOKENS])
-        probe = record_calls(model, weights, few, folder / "probe", device=device)
-        both = Streams(streams[0], streams[1], probe, folder)
-        for index in range(state.next_layer, len(layers)):
-            for stream in streams:
-                stream.keep_only(index)
-            walk, result = quantize_layer(walk, index, both, plan.linears, method, activation_scale, with_kv=with_kv)
-            _write(result, plan, output, DIALECTS[recipe.dialect])
-            state = state.after(index, walk, result)
-            _save_state(state, folder, data)
-            if progress:
-                progress("quantizing layers", index + 1, len(layers))
+        quantized, reference = streams = [HiddenStates(folder, name) for name in ("quantized", "reference")]
+        state = load_state(folder, data, streams, len(layers), device)
+        if state.next_layer < len(layers):
+            embedded = HiddenStates(folder, "embedded") if state.next_layer == 0 else None
+            before = Ranges()
+            walk = record_calls(
+                model,
+                weights,
+                state.windows(data, device),
+                folder / "calls",
+                device=device,
+                states=embedded,
+                watch=_watcher(before) if embedded is not None else None,
+            )
+            if embedded is not None:
+                forget_state(folder)
+                _begin(walk, embedded, streams)
+                seen = {name: amax for name, amax in before.input_amax.items() if name in plan.linears}
+                state = replace(state, probe=walk.windows.batches[0][0], input_amax=seen)
+                _check_observable(plan, seen, prefix, weights)
+            few = Windows(data.windows[state.probe : state.probe + 1, :_PROBE_TOKENS])
+            probe = record_calls(model, weights, few, folder / "probe", device=device)
+            both = Streams(quantized, reference, probe, HiddenStates(folder, "probe"), folder)
+            for index in range(state.next_layer, len(layers)):
+                for stream in streams:
+                    stream.keep_only(index)
+                walk, result = quantize_layer(
+                    walk, index, both, plan.linears, method, activation_scale, with_kv=with_kv
+                )
+                _write(result, plan, output, DIALECTS[recipe.dialect])
+                state = state.after(walk.windows, result)
+                save_state(state, folder, data)
+                if progress:
+                    progress("quantizing layers", index + 1, len(layers))
         for stream in streams:
             stream.clear()
-    return ActivationStatistics({}, state.kv_amax, walk.windows.num_tokens, (*walk.windows.notices, *state.notices))
+    windows = state.windows(data, device)
+    notices = (*windows.notices, *state.notices, *state.smoothing_notices)
+    return ActivationStatistics(state.input_amax, state.kv_amax, windows.num_tokens, notices)
 
 
-def _check_inside(plan: Plan, inside: set[str]) -> None:
+def _watcher(ranges: Ranges) -> Callable[[Sequence[KeptLinear]], Keep]:
+    """Of the inputs of linears before the layers."""
+
+    def watch(linears: Sequence[KeptLinear]) -> Keep:
+        seen = Ranges()
+        watch_inputs(linears, seen)
+        return lambda: ranges.add(seen)
+
+    return watch
+
+
+def _check_observable(plan: Plan, seen: Mapping[str, float], prefix: str, weights: HostedWeights) -> None:
+    """Before the long work."""
+    inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
     for module, linear in plan.linears.items():
-        if module not in inside and linear.scheme.needs_input_scale:
+        if linear.scheme.needs_input_scale and module not in inside and module not in seen:
             raise RecipeError(
                 f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
                 hint="store it with 16-bit activations (activation: null), or keep it",
@@ -121,7 +150,7 @@ def _write(result: LayerResult, plan: Plan, output: OutputFolder, dialect: Any) 
 
 
 def _record(module: str, result: LayerResult) -> dict[str, Any]:
-    linear = result.linears[module]
+    linear, sqnr = result.linears[module], result.sqnr_db[module]
     choice, smoothed = result.choices.get(module), result.smoothed.get(module)
     nearest = None if choice is None else choice.losses.get("nearest")
     chosen = None if choice is None else choice.losses.get(choice.name)
@@ -129,54 +158,9 @@ def _record(module: str, result: LayerResult) -> dict[str, Any]:
         "format": linear.scheme.weight.name,
         "activation": linear.scheme.activation.name if linear.scheme.activation else None,
         "shape": list(linear.weight.shape),
-        "sqnr_db": round(result.sqnr_db[module], 3),
+        "sqnr_db": None if sqnr is None else round(sqnr, 3),
         "input_amax": result.input_amax.get(module),
         "chosen": None if choice is None else choice.name,
         "gain": round(1 - chosen / nearest, 4) if nearest and chosen is not None else None,
         "smoothing": None if smoothed is None else smoothed.name,
     }
-
-
-@dataclass(frozen=True)
-class _State:
-    """Where a run stands after whole layers."""
-
-    next_layer: int = 0
-    faults: Mapping[int, str] = field(default_factory=dict)
-    kv_amax: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
-
-    def windows(self, data: CalibrationData, device: str) -> Windows:
-        return Windows(data.windows, self.faults, BATCH if device == "cpu" else _GPU_BATCH)
-
-    def after(self, index: int, walk: Walk, result: LayerResult) -> "_State":
-        notices = tuple(
-            f"{module}: no calibration token reached it; its scales come from its siblings and its weights"
-            for module, choice in result.choices.items()
-            if not choice.losses
-        )
-        return _State(index + 1, walk.windows.faults, {**self.kv_amax, **result.kv.kv_amax}, (*self.notices, *notices))
-
-
-def _save_state(state: _State, folder: Path, data: CalibrationData) -> None:
-    partial = folder / f"{PROGRESS_NAME}.partial"
-    with disk_errors(folder):
-        partial.write_text(json.dumps({"digest": data.digest, **asdict(state)}), encoding="utf-8")
-        os.replace(partial, folder / PROGRESS_NAME)
-
-
-def _load_state(folder: Path, data: CalibrationData, streams: list[HiddenStates], device: str) -> _State:
-    """What an earlier run left, if all of it is there; else the beginning."""
-    path = folder / PROGRESS_NAME
-    if not path.is_file():
-        return _State()
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    state = _State(
-        facts["next_layer"],
-        {int(number): why for number, why in facts["faults"].items()},
-        {name: (pair[0], pair[1]) for name, pair in facts["kv_amax"].items()},
-        tuple(facts["notices"]),
-    )
-    num_batches = len(state.windows(data, device).batches)
-    is_whole = all(stream.is_whole(state.next_layer, num_batches) for stream in streams)
-    return state if facts["digest"] == data.digest and is_whole else _State()

@@ -14,7 +14,7 @@ from blockscale.algorithms.fake_quantize import round_activation
 from blockscale.algorithms.residual_channels import choose_channels, residual_energy
 from blockscale.algorithms.statistics import Moments, add_moments, finish, new_moments
 from blockscale.checkpoint.groups import fused_groups
-from blockscale.checkpoint.linear import LowRank, QuantizedLinear
+from blockscale.checkpoint.linear import LowRank, QuantizedLinear, Scheme
 from blockscale.formats.spec import NVFP4
 from blockscale.formats.tensor import QuantizedTensor
 from blockscale.quantization.layerwise.branches import (
@@ -58,18 +58,19 @@ class SiteJob:
 
 @dataclass(frozen=True)
 class SiteResult:
-    """`linears` and `choices` by member; `input_amax` of the site, None if no token came."""
+    """`linears` and `choices` by member; `input_amax` of the site, or of its siblings if no token came; None if none has
+    any."""
 
     linears: Mapping[str, QuantizedLinear]
     choices: Mapping[str, Choice]
     input_amax: float | None
+    num_tokens: int
 
 
 class InputRounding:
-    """The site's inputs as its linears will see them, and what the residual channels (if any) add."""
+    """The site's inputs as its linears of one scheme will see them, and what the residual channels (if any) add."""
 
-    def __init__(self, job: SiteJob, amax: float) -> None:
-        scheme = next(iter(job.linears.values())).scheme
+    def __init__(self, job: SiteJob, scheme: Scheme, amax: float) -> None:
         self.format = scheme.activation
         self.method = job.activation_scale if self.format is NVFP4 else ActivationScale.AMAX
         self.scale: Tensor | None = None
@@ -78,12 +79,12 @@ class InputRounding:
             assert self.format is not None
             headroom = 1.0 if self.method is ActivationScale.AMAX else HEADROOM
             self.scale = input_scale(amax * headroom, self.format)
-        has_residual = job.method.residual_channels and all(map(has_branches, job.linears.values()))
-        if has_residual and self.format is NVFP4:
-            self.channels = self._choose(job)
+        alike = [m for m, linear in job.linears.items() if linear.scheme == scheme and has_branches(linear)]
+        if job.method.residual_channels and self.format is NVFP4 and alike:
+            self.channels = self._choose(job, alike)
 
-    def _choose(self, job: SiteJob) -> Tensor:
-        rows = torch.cat(list(job.weights.values()))
+    def _choose(self, job: SiteJob, members: Sequence[str]) -> Tensor:
+        rows = torch.cat([job.weights[m] for m in members])
         error = torch.zeros(rows.shape[1], device=rows.device)
         for x, _ in zip(job.inputs.train, range(_FIRST_BATCHES), strict=False):
             error += (x.float() - self.round(x)).square().sum(0)
@@ -109,19 +110,37 @@ class InputRounding:
 def quantize_site(job: SiteJob) -> SiteResult:
     """The site's members as they will be stored. The same job gives the same bytes."""
     amax = _input_amax(job)
-    rounding = InputRounding(job, amax or 0.0)
+    linears: dict[str, QuantizedLinear] = {}
+    choices: dict[str, Choice] = {}
+    groups: dict[Scheme, dict[str, tuple[str, ...]]] = {}
+    for name, members in fused_groups(job.linears).items():
+        groups.setdefault(job.linears[members[0]].scheme, {})[name] = members
+    for scheme, alike in groups.items():
+        rounding = InputRounding(job, scheme, amax or 0.0)
+        if scheme.weight is NVFP4:
+            _search(job, alike, rounding, linears, choices)
+        else:
+            for members in alike.values():
+                linears |= _plain(job, members, rounding)
+    num_tokens = sum(len(x) for store in (job.inputs.train, job.inputs.held) for x in store)
+    return SiteResult(linears, choices, amax, num_tokens)
+
+
+def _search(
+    job: SiteJob,
+    groups: Mapping[str, Sequence[str]],
+    rounding: InputRounding,
+    linears: dict[str, QuantizedLinear],
+    choices: dict[str, Choice],
+) -> None:
+    """The best candidate for each of the site's groups that see their inputs alike, into `linears` and `choices`."""
     moments = collect(job, rounding)
     if job.pooled is not None:
         moments = _with_siblings(moments, job.pooled)
     held, reference = job.inputs.held_tokens(), None if job.reference is None else job.reference.held_tokens()
     held_seen = None if held is None else rounding(held)
-    linears: dict[str, QuantizedLinear] = {}
-    choices: dict[str, Choice] = {}
-    for name, members in fused_groups(job.linears).items():
+    for name, members in groups.items():
         weight = torch.cat([job.weights[m] for m in members])
-        if job.linears[members[0]].scheme.weight is not NVFP4:
-            linears |= _plain(job, members, rounding)
-            continue
         judge = None
         if held is not None and held_seen is not None:
             wanted = held.float() if reference is None else _divided(reference, job.smoothing)
@@ -139,7 +158,6 @@ def quantize_site(job: SiteJob) -> SiteResult:
         for member, part in zip(members, parts, strict=True):
             linears[member] = _linear(job, member, part, rounding, low.get(member))
             choices[member] = choice
-    return SiteResult(linears, choices, amax)
 
 
 def collect(job: SiteJob, rounding: InputRounding) -> Moments:

@@ -22,6 +22,7 @@ from blockscale.host.weights import HostedWeights
 from blockscale.quantization.folds import Fold, apply_fold, effective_scale, scale_columns
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.sites import Site
+from blockscale.quantization.units import input_scale
 from blockscale.quantization.weight import HEADROOM, ScaleMethod, global_scale_from_amax
 
 _SAMPLE = 1024  # tokens
@@ -77,10 +78,12 @@ def smooth_site(
     path: str,
     weights: HostedWeights,
 ) -> Smoothed:
-    """Searches the site's scale on a sample x [T, K] of its input and folds it. The layer changes, unless 1 is best."""
+    """Searches the scale on a sample x [T, K] of the site's input, for those of its linears that are NVFP4, and folds
+    it. The layer changes, unless 1 is best."""
     sample = x[:: max(1, len(x) // _SAMPLE)][:_SAMPLE].float()
-    rows = torch.cat([_rows(layer, name) for name in site.hosted])
-    scheme = linears[site.members[0]].scheme
+    nvfp4 = [(m, h) for m, h in zip(site.members, site.hosted, strict=True) if linears[m].scheme.weight is NVFP4]
+    rows = torch.cat([_rows(layer, hosted) for _, hosted in nvfp4])
+    scheme = linears[nvfp4[0][0]].scheme
     importance = x.float().square().mean(0)
 
     def quantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -90,9 +93,10 @@ def smooth_site(
 
     def round_input(seen: Tensor, scale: Tensor) -> Tensor:
         assert scheme.activation is not None
-        amax = (x.float() / scale).abs().amax()
+        amax = (x.float() / scale).abs().amax().item()
         headroom = 1.0 if activation_scale is ActivationScale.AMAX else HEADROOM
-        values, factor = round_activation(seen, scheme.activation, amax * headroom / 2688, activation_scale)
+        global_scale = input_scale(amax * headroom, scheme.activation).to(x.device)
+        values, factor = round_activation(seen, scheme.activation, global_scale, activation_scale)
         return values * factor
 
     candidates: dict[str, Tensor] = {}
