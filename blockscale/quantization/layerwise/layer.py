@@ -102,13 +102,13 @@ def quantize_layer(
 
 def _check_called(walk: Walk, path: str, linears: Mapping[str, PlannedLinear], sites: Sequence[Site]) -> None:
     reached = {member for site in sites for member in site.members}
-    for hosted, stored in walk.weights.stored.items():
-        if hosted.startswith(f"{path}.") and stored in linears and stored not in reached:
-            if linears[stored].scheme.needs_input_scale:
-                raise RecipeError(
-                    f"{stored}: its input scale cannot be calibrated, for the model does not call it on plain text",
-                    hint="store it with 16-bit activations (activation: null), or keep it",
-                )
+    inside = [stored for hosted, stored in walk.weights.stored.items() if hosted.startswith(f"{path}.")]
+    for stored in inside:
+        if stored in linears and stored not in reached and linears[stored].scheme.needs_input_scale:
+            raise RecipeError(
+                f"{stored}: its input scale cannot be calibrated, for the model does not call it on plain text",
+                hint="store it with 16-bit activations (activation: null), or keep it",
+            )
 
 
 def _quantize_sites(

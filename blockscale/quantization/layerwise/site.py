@@ -58,8 +58,7 @@ class SiteJob:
 
 @dataclass(frozen=True)
 class SiteResult:
-    """`linears` and `choices` by member; `input_amax` of the site, or of its siblings if no token came; None if none has
-    any."""
+    """`linears` and `choices` by member; `input_amax` of the site, or of its siblings if `num_tokens` is 0."""
 
     linears: Mapping[str, QuantizedLinear]
     choices: Mapping[str, Choice]

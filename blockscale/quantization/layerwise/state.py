@@ -46,7 +46,7 @@ class State:
             faults=windows.faults,
             kv_amax={**self.kv_amax, **result.kv.kv_amax},
             notices=(*self.notices, *result.notices),
-            unsmoothed=Counter(self.unsmoothed) + result.unsmoothed,
+            unsmoothed=dict(Counter(self.unsmoothed) + result.unsmoothed),
             num_sites=self.num_sites + result.num_sites,
         )
 

@@ -1,4 +1,4 @@
-"""The two streams of hidden states that a layer's job reads, and windows that leave both when a layer cannot run them."""
+"""The two streams of hidden states that a layer's job reads, and how windows that it cannot run leave both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
