@@ -126,5 +126,11 @@ def run(args: argparse.Namespace) -> None:
         print("chosen: " + ", ".join(f"{name} {count}" for name, count in summary.choices.items()))
     if summary.median_gain is not None:
         print(f"on held-back text, {summary.median_gain:.0%} less output error than round to nearest (median)")
+    if summary.learning is not None:
+        learned = summary.learning
+        print(
+            f"learned in {learned.steps} steps: divergence on held-back text {learned.kl_before:.4f} -> "
+            f"{learned.kl_after:.4f} nats, {learned.num_codes_changed / learned.num_codes:.1%} of the codes moved"
+        )
     if summary.worst_layers:
         print("least faithful: " + ", ".join(f"{name} {sqnr:.1f} dB" for name, sqnr in summary.worst_layers))

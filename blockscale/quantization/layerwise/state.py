@@ -12,9 +12,9 @@ from blockscale.checkpoint.target import disk_errors
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
 from blockscale.quantization.layerwise.layer import LayerResult
-from blockscale.quantization.windows import BATCH, Windows
+from blockscale.quantization.windows import Windows
 
-_GPU_BATCH = 32
+_CPU_BATCH, _GPU_BATCH = 4, 32  # windows: what a CPU holds beside a layer, and what keeps a GPU busy
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class State:
     num_sites: int = 0
 
     def windows(self, data: CalibrationData, device: str) -> Windows:
-        return Windows(data.windows, self.faults, BATCH if device == "cpu" else _GPU_BATCH)
+        return Windows(data.windows, self.faults, _CPU_BATCH if device == "cpu" else _GPU_BATCH)
 
     def after(self, windows: Windows, result: LayerResult) -> "State":
         """One layer further."""

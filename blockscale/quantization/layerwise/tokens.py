@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockscale.quantization.hidden_states import read_back, stored_tensors, write_tensors
 
-_CPU_LIMIT_BYTES, _CPU_TOTAL_BYTES = 32 << 20, 256 << 20
+_CPU_LIMIT_BYTES, _CPU_TOTAL_BYTES = 8 << 20, 64 << 20
 _GPU_SHARE, _GPU_TOTAL_SHARE = 8, 2  # of the free memory: an eighth, a half
 
 

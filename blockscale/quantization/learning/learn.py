@@ -9,6 +9,8 @@ its layout, its global scales and everything else that is not named here, so eng
 Source: "Quantization-Aware Distillation" (NVIDIA, 2026) for the loss; FAAR's second stage (arXiv 2603.22370).
 """
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,6 +26,7 @@ from blockscale.checkpoint.linear import QuantizedLinear
 from blockscale.checkpoint.reader import Checkpoint, open_checkpoint
 from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.rewrite import source_record
+from blockscale.errors import ModelError
 from blockscale.formats.nvfp4 import decode_unscaled
 from blockscale.formats.packing import pack_nibbles
 from blockscale.formats.spec import NVFP4
@@ -40,7 +43,8 @@ from blockscale.quantization.summary import Learning
 
 Progress = Callable[[str, int, int], None]
 
-_LR, _GAIN_LR = 5e-3, 1e-3
+# Of steps of so many tokens. Of fewer, gradients are noisier by the square root, and Adam makes steps of noise too.
+_LR, _GAIN_LR, _LR_TOKENS = 5e-3, 1e-3, 4096
 _WARMUP_SHARE = 0.05
 _NUM_CHECKS = 10
 
@@ -85,7 +89,9 @@ def learn(
     for hosted in (student.hosted, teacher):
         check_ids(data.windows, hosted.model)
     size = step_windows(data.windows.shape[1], source.folder.config, device)
-    if student.activation_bytes(size * data.windows.shape[1]) > left:
+    num_tokens = size * data.windows.shape[1]
+    pace = min(1.0, math.sqrt(num_tokens / _LR_TOKENS))
+    if student.activation_bytes(num_tokens) > left:
         student.recompute_layers()
     batches = make_batches(data.windows, size, teacher)
     before, gains_before = student.stored(), student.gain_values()
@@ -94,7 +100,7 @@ def learn(
     def loss(values: dict[str, Tensor], batch: Batch) -> Tensor:
         return mean_divergence(student.logits(batch.ids, values), batch.teacher_logits(teacher))
 
-    with _fast_products(device):
+    with _working_on(device):
         found = learn_rounding(
             loss,
             {n: _decoded(*before[n]) if weight is None else weight for n, weight in unrounded.items()},
@@ -105,9 +111,9 @@ def learn(
             codes={name: codes for name, (codes, _) in before.items()},
             method=RoundingMethod.LATENT,
             steps=steps,
-            lr=_LR,
+            lr=_LR * pace,
             vectors=gains_before,
-            vector_lr=_GAIN_LR,
+            vector_lr=_GAIN_LR * pace,
             warmup_steps=round(_WARMUP_SHARE * steps),
             num_checks=_NUM_CHECKS,
             seed=seed,
@@ -124,7 +130,7 @@ def learn(
     notices = batches.notices
     if found.num_skipped:
         notices += (f"{found.num_skipped} of {steps} learning steps moved nothing: NaN or Inf came of them",)
-    return Learned(out, num_bytes, changes.learning, sqnr, notices)
+    return Learned(Path(os.path.abspath(out)), num_bytes, changes.learning, sqnr, notices)
 
 
 def check_room(num_weights: int, source: Checkpoint, length: int, device: str) -> int:
@@ -172,14 +178,15 @@ def _with_learning(record: Mapping[str, Any], learning: Learning, sqnr: Mapping[
 
 
 @contextmanager
-def _fast_products(device: str) -> Iterator[None]:
-    """On GPUs TF32 products: it holds what NVFP4 weights and activations are made of, and gradients need no more."""
-    if device == "cpu":
-        yield
-        return
+def _working_on(device: str) -> Iterator[None]:
+    """On GPUs with TF32 products: it holds what NVFP4 weights and activations are made of, and gradients need no more.
+    ModelError where memory runs out after all."""
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")
     try:
         yield
+    except torch.OutOfMemoryError as e:
+        raise ModelError(f"learning: the memory of {device} has run out", hint="close what else uses it") from e
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -9,7 +9,18 @@ import blockscale as bs
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.checkpoint.shards import read_json
 
-FAMILIES = ("llama", "gemma3_text", "qwen3", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmo2", "cohere")
+FAMILIES = (
+    "llama",
+    "gemma3_text",
+    "qwen3",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "olmo2",
+    "cohere",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
