@@ -42,8 +42,8 @@ def sites_and_folds(hosted: HostedLayer) -> tuple[tuple[Site, ...], dict[str, Fo
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "qwen3_moe"])
 def test_a_smoothed_layer_computes_what_it_did(family: str, tiny_model: Find) -> None:
-    """Every site that has a fold, from the last to the first, up to fp32's own rounding: what a norm in 16 bits makes of
-    a scale is what the columns are multiplied by."""
+    """Every site that has a fold, from the last to the first, up to fp32's own rounding: what a norm in 16 bits makes
+    of a scale is what the columns are multiplied by."""
     hosted = last_layer(tiny_model(family))
     before, given = run_probe(
         hosted.layer, hosted.call, hosted.hidden, watch=[n for n, _ in hosted.layer.named_modules()]
