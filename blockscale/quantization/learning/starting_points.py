@@ -19,16 +19,17 @@ def unrounded_weight(stored: Tensor, source: Tensor) -> Tensor | None:
     """
     if source.shape != stored.shape:
         return None
-    scaled = source
-    for _ in range(_ROUNDS):
-        for dim in (-2, -1):
-            scaled = scaled * _ratio(stored, scaled, dim)
+    rows = torch.ones((), device=stored.device)
+    for _ in range(_ROUNDS):  # each in units of the other, so that a large row does not outweigh the rest of a column
+        columns = _ratio(stored / rows, source, -2)
+        rows = _ratio(stored / columns, source, -1)
+    scaled = source * rows * columns
     error, energy = (scaled - stored).square().sum(), stored.square().sum()
     return scaled if error <= _MAX_ERROR**2 * energy else None
 
 
-def _ratio(stored: Tensor, scaled: Tensor, dim: int) -> Tensor:
-    """The multiple of `scaled` next to `stored` in least squares, of each column (dim -2) or row (dim -1)."""
-    energy = scaled.square().sum(dim, keepdim=True)
-    ratio = (stored * scaled).sum(dim, keepdim=True) / energy
-    return torch.where(energy > 0, ratio, torch.ones_like(ratio))
+def _ratio(stored: Tensor, source: Tensor, dim: int) -> Tensor:
+    """The multiple of `source` next to `stored` in least squares, of each column (dim -2) or row (dim -1); 1 where
+    there is none."""
+    ratio = (stored * source).sum(dim, keepdim=True) / source.square().sum(dim, keepdim=True)
+    return torch.where(torch.isfinite(ratio) & (ratio != 0), ratio, torch.ones_like(ratio))
