@@ -1,4 +1,4 @@
-"""Seconds a decoder layer, and peak memory, of a layer-wise recipe: on a model, or on random layers of a large one's shape.
+"""Seconds a decoder layer, and peak memory, of a layer-wise recipe: on a model, or on random layers of a large shape.
 
     python benchmarks/layerwise_speed.py --model demo --calibration FILE ...
     python benchmarks/layerwise_speed.py --shape 4096 14336 32 8 --layers 3 --device cuda --calibration FILE ...
@@ -8,6 +8,7 @@ median of the others is what counts. Writes benchmarks/results/layerwise_speed_N
 """
 
 import argparse
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -79,7 +80,7 @@ def main() -> None:
         options = {"calibration": args.calibration, "max_calibration_tokens": args.tokens, "device": args.device}
         api.quantize(model, out, args.recipe, progress=progress, **options)
         seconds = time.monotonic() - start
-    layers = [b - a for a, b in zip(times, times[1:], strict=False)]
+    layers = [b - a for a, b in itertools.pairwise(times)]
     figures = {
         "recipe": args.recipe,
         "shape": args.shape or args.model,
