@@ -23,8 +23,9 @@ def num_residual_channels(method: Method, k: int) -> int:
 
 
 def has_branches(linear: PlannedLinear) -> bool:
-    """Stacks of experts have neither."""
-    return linear.scheme.weight is NVFP4 and len(linear.shape) == 2
+    """Stacks of experts have neither, nor has what lies outside the decoder layers, which alone have numbers."""
+    is_numbered = any(part.isdigit() for part in linear.module.split("."))
+    return linear.scheme.weight is NVFP4 and len(linear.shape) == 2 and is_numbered
 
 
 def empty_branches(linear: PlannedLinear, method: Method) -> Mapping[str, Any]:
@@ -42,6 +43,11 @@ def empty_branches(linear: PlannedLinear, method: Method) -> Mapping[str, Any]:
         channels = torch.empty(count, dtype=torch.int32, device="meta")
         found["residual"] = Residual(channels, empty_like_quantized((n, count), NVFP4, dtype))
     return found
+
+
+def needs_text(linear: PlannedLinear, method: Method) -> bool:
+    """Whether something that is stored of it can only be found from what it is given."""
+    return linear.scheme.needs_input_scale or bool(empty_branches(linear, method))
 
 
 def low_rank(weight: Tensor, method: Method, second: Tensor | None, dtype: torch.dtype) -> tuple[LowRank, Tensor]:

@@ -23,6 +23,7 @@ from blockscale.formats.spec import NVFP4
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.quantization.fold_search import find_folds
 from blockscale.quantization.folds import NoFold
+from blockscale.quantization.layerwise.branches import needs_text
 from blockscale.quantization.layerwise.capture import SiteInputs, capture_stage, sample_inputs
 from blockscale.quantization.layerwise.method import Method
 from blockscale.quantization.layerwise.rounding import Choice
@@ -80,7 +81,7 @@ def quantize_layer(
     while True:
         layer, original = walk.load(index), walk.load(index)
         sites = find_sites(layer, path, linears, *probe_layer(layer, index, streams))
-        _check_called(walk, path, linears, sites)
+        _check_called(walk, path, linears, sites, method)
         walk, streams, references = run_reference(walk, index, original, streams, sites)
         del original
         result = LayerResult()
@@ -100,14 +101,16 @@ def quantize_layer(
     return walk, result
 
 
-def _check_called(walk: Walk, path: str, linears: Mapping[str, PlannedLinear], sites: Sequence[Site]) -> None:
+def _check_called(
+    walk: Walk, path: str, linears: Mapping[str, PlannedLinear], sites: Sequence[Site], method: Method
+) -> None:
     reached = {member for site in sites for member in site.members}
     inside = [stored for hosted, stored in walk.weights.stored.items() if hosted.startswith(f"{path}.")]
     for stored in inside:
-        if stored in linears and stored not in reached and linears[stored].scheme.needs_input_scale:
+        if stored in linears and stored not in reached and needs_text(linears[stored], method):
             raise RecipeError(
-                f"{stored}: its input scale cannot be calibrated, for the model does not call it on plain text",
-                hint="store it with 16-bit activations (activation: null), or keep it",
+                f"{stored}: its inputs are not known, for the model does not call it on plain text",
+                hint="keep it in 16 bits (--keep)",
             )
 
 

@@ -23,8 +23,9 @@ from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
+from blockscale.quantization.layerwise.branches import empty_branches
 from blockscale.quantization.layerwise.layer import LayerResult, quantize_layer
-from blockscale.quantization.layerwise.method import METHODS
+from blockscale.quantization.layerwise.method import METHODS, Method
 from blockscale.quantization.layerwise.state import forget_state, load_state, save_state
 from blockscale.quantization.layerwise.streams import Streams
 from blockscale.quantization.plan import Plan
@@ -83,7 +84,7 @@ def quantize_layers(
                 _begin(walk, embedded, streams)
                 seen = {name: amax for name, amax in before.input_amax.items() if name in plan.linears}
                 state = replace(state, probe=walk.windows.batches[0][0], input_amax=seen)
-                _check_observable(plan, seen, prefix, weights)
+                _check_observable(plan, method, seen, prefix, weights)
             few = Windows(data.windows[state.probe : state.probe + 1, :_PROBE_TOKENS])
             probe = record_calls(model, weights, few, folder / "probe", device=device)
             both = Streams(quantized, reference, probe, HiddenStates(folder, "probe"), folder)
@@ -116,14 +117,23 @@ def _watcher(ranges: Ranges) -> Callable[[Sequence[KeptLinear]], Keep]:
     return watch
 
 
-def _check_observable(plan: Plan, seen: Mapping[str, float], prefix: str, weights: HostedWeights) -> None:
+def _check_observable(
+    plan: Plan, method: Method, seen: Mapping[str, float], prefix: str, weights: HostedWeights
+) -> None:
     """Before the long work."""
     inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
     for module, linear in plan.linears.items():
-        if linear.scheme.needs_input_scale and module not in inside and module not in seen:
+        if module in inside:
+            continue
+        if linear.scheme.needs_input_scale and module not in seen:
             raise RecipeError(
                 f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
                 hint="store it with 16-bit activations (activation: null), or keep it",
+            )
+        if empty_branches(linear, method):
+            raise RecipeError(
+                f"{module}: nothing can be put beside its weight, for it lies outside the decoder layers",
+                hint="keep it in 16 bits (--keep), or take a method without branches",
             )
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import blockscale as bs
 from blockscale.checkpoint.linear import W4A4, W8A8, W8A8_DYNAMIC
+from blockscale.checkpoint.load import load_kv_scales
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.errors import RecipeError
 from blockscale.quantization.recipe import load_recipe, recipe_from_dict
@@ -114,8 +115,11 @@ def test_caches_of_the_quantized_model(kv_cache: str, tiny_model: Find, tmp_path
     bs.quantize(model, tmp_path / "plain", "nvfp4", calibration=[text], kv_cache=kv_cache)
     for folder in ("out", "smoothed"):
         assert problems(tmp_path / folder) == []
-    found, plain = (open_checkpoint(tmp_path / f).quantized.kv_scales for f in ("out", "plain"))
-    assert set(found) == set(plain)
+    found, plain = (
+        {name: load_kv_scales(infos) for name, infos in open_checkpoint(tmp_path / f).quantized.kv_tensors.items()}
+        for f in ("out", "plain")
+    )
+    assert set(found) == set(plain) == {f"model.layers.{i}.self_attn" for i in range(2)}
     for name, scales in found.items():
         assert scales.key.item() == pytest.approx(plain[name].key.item(), rel=0.3)
         assert scales.value.item() == pytest.approx(plain[name].value.item(), rel=0.3)
@@ -146,6 +150,30 @@ def test_branches_read_back(tiny_model: Find, tmp_path: Path) -> None:
                 assert linear.residual.weight.shape == (linear.weight.shape[0], 64)
                 assert linear.residual.channels.unique().numel() == 64
     assert shapes["model.layers.0.self_attn.k_proj"] == (32, 32)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-svdquant", "nvfp4-best-arc", "nvfp4-w4a16-svdquant"])
+def test_a_linear_outside_the_layers_has_no_branch(recipe: str, tiny_model: Find, tmp_path: Path) -> None:
+    """Gemma 4 has one before them."""
+    quantize(tiny_model("gemma4_text"), tmp_path / "out", recipe, windows(9, 16))
+    assert problems(tmp_path / "out") == []
+    found = stored_linears(tmp_path / "out")
+    outside = found.pop("model.per_layer_model_projection")
+    assert outside.low_rank is outside.residual is None
+    assert all(linear.low_rank or linear.residual for linear in found.values())
+
+
+def test_a_head_in_4_bits(tiny_model: Find, tmp_path: Path) -> None:
+    """By name. It is stored as without a method, and its inputs cannot be rounded: nobody has seen them."""
+    head = {"match": "lm_head", "weight": "nvfp4", "scale": "sweep"}
+    model = tiny_model("llama")
+    quantize(model, tmp_path / "out", recipe_from_dict({**BEST, "rules": [head]}), windows(9, 16))
+    assert problems(tmp_path / "out") == []
+    expected = bs.quantize_tensor(load_file(model / "model.safetensors")["lm_head.weight"], scale="sweep")
+    assert torch.equal(stored_linears(tmp_path / "out")["lm_head"].weight.packed, expected.packed)
+    rounded = recipe_from_dict({**BEST, "rules": [{**head, "activation": "nvfp4"}]})
+    with pytest.raises(RecipeError, match="lm_head: its input scale cannot be calibrated"):
+        quantize(model, tmp_path / "other", rounded, windows(9, 16))
 
 
 def test_the_same_run_twice(tiny_model: Find, tmp_path: Path) -> None:
