@@ -18,7 +18,7 @@ from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.weight import ScaleMethod
 
 K = 64
-NAMES = ("a.q_proj", "a.k_proj", "a.v_proj")
+NAMES = ("a.0.q_proj", "a.0.k_proj", "a.0.v_proj")
 
 
 def normal(*shape: int, seed: int) -> Tensor:

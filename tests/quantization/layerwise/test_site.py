@@ -117,28 +117,28 @@ def test_a_smoothed_input_is_held_against_the_16_bit_one(tmp_path: Path) -> None
 
 
 def test_fused_members_share_scales(job: SiteJob) -> None:
-    weights = {**job.weights, "a.other": 5 * normal(16, K, seed=8)}
+    weights = {**job.weights, "a.0.other": 5 * normal(16, K, seed=8)}
     result = quantize_site(site_job(job.inputs, weights))
     scales = {name: linear.weight.global_scale for name, linear in result.linears.items()}
     assert len({scales[name].item() for name in NAMES}) == 1
-    assert scales["a.other"].item() > 2 * scales[NAMES[0]].item()
+    assert scales["a.0.other"].item() > 2 * scales[NAMES[0]].item()
     assert len({linear.input_global_scale.item() for linear in result.linears.values()}) == 1, "one input"
-    assert result.choices["a.other"].losses != result.choices[NAMES[0]].losses
+    assert result.choices["a.0.other"].losses != result.choices[NAMES[0]].losses
 
 
 def test_linears_of_one_site_in_different_formats(job: SiteJob) -> None:
     """As where attention and MLP run side by side, and a rule stores one of them in FP8."""
-    schemes = {**dict.fromkeys(NAMES, W4A4), "a.gate_proj": W8A8, "a.c": W8A8_DYNAMIC, "a.d": W4A16}
+    schemes = {**dict.fromkeys(NAMES, W4A4), "a.0.gate_proj": W8A8, "a.0.c": W8A8_DYNAMIC, "a.0.d": W4A16}
     weights = {name: 0.1 * normal(32, K, seed=i) for i, name in enumerate(schemes)}
     result = quantize_site(site_job(job.inputs, weights, scheme=schemes, method="best-arc"))
     amax = torch.cat([*job.inputs.train, *job.inputs.held]).abs().amax().item()
     assert result.input_amax == amax
     found = result.linears
     assert {name: linear.scheme for name, linear in found.items()} == schemes
-    assert found["a.gate_proj"].input_global_scale.item() == pytest.approx(amax / 448)
+    assert found["a.0.gate_proj"].input_global_scale.item() == pytest.approx(amax / 448)
     assert found[NAMES[0]].input_global_scale.item() == pytest.approx(1.75 * amax / 2688), "room for searched scales"
-    assert found["a.c"].input_global_scale is found["a.d"].input_global_scale is None
-    for name in ("a.gate_proj", "a.c"):
+    assert found["a.0.c"].input_global_scale is found["a.0.d"].input_global_scale is None
+    for name in ("a.0.gate_proj", "a.0.c"):
         plain = quantize_tensor(weights[name], schemes[name].weight)
         assert torch.equal(found[name].weight.packed.view(torch.uint8), plain.packed.view(torch.uint8))
         assert torch.equal(found[name].weight.block_scale, plain.block_scale)

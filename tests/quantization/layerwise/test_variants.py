@@ -168,7 +168,8 @@ def test_a_head_in_4_bits(tiny_model: Find, tmp_path: Path) -> None:
     head = {"match": "lm_head", "weight": "nvfp4", "scale": "sweep"}
     model = tiny_model("llama")
     quantize(model, tmp_path / "out", recipe_from_dict({**BEST, "rules": [head]}), windows(9, 16))
-    assert problems(tmp_path / "out") == []
+    (warning,) = problems(tmp_path / "out")  # that some engines do not take such a head
+    assert warning.startswith("BS312")
     expected = bs.quantize_tensor(load_file(model / "model.safetensors")["lm_head.weight"], scale="sweep")
     assert torch.equal(stored_linears(tmp_path / "out")["lm_head"].weight.packed, expected.packed)
     rounded = recipe_from_dict({**BEST, "rules": [{**head, "activation": "nvfp4"}]})
