@@ -12,6 +12,7 @@ a parabola's best point on a grid is the nearest one. Neither step can raise f. 
 Source: Behdin et al., "QuantEase", arXiv 2309.01885, for the codes; the scale step is the same idea, derived here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,12 +85,7 @@ def coordinate_descent(
     Dead channels are rounded to nearest. FormatError for shapes that do not fit, NonFiniteError for NaN or Inf.
     """
     problem, point = _problem(weight, hessian, codes, block_scale, global_scale, damp, name)
-    start, start_error = point, _errors(problem, point)
-    for _ in range(sweeps):
-        point, has_changed = _sweep_codes(problem, point)
-        if not has_changed:
-            break
-    return _better(problem, start, start_error, point)[0].codes.mT.reshape(weight.shape)
+    return _swept(problem, point, _sweep_codes, sweeps).codes.mT.reshape(weight.shape)
 
 
 def refit_scales(
@@ -108,12 +104,7 @@ def refit_scales(
     Arguments as for `coordinate_descent`. A block whose levels are all zero keeps its scale.
     """
     problem, point = _problem(weight, hessian, codes, block_scale, global_scale, damp, name)
-    start, start_error = point, _errors(problem, point)
-    for _ in range(sweeps):
-        point, has_changed = _sweep_scales(problem, point)
-        if not has_changed:
-            break
-    return _better(problem, start, start_error, point)[0].block_scale.mT.reshape(block_scale.shape)
+    return _swept(problem, point, _sweep_scales, sweeps).block_scale.mT.reshape(block_scale.shape)
 
 
 def refine_codes_and_scales(
@@ -203,6 +194,18 @@ def _better(problem: _Problem, old: _Point, old_error: Tensor, new: _Point) -> t
     codes = torch.where(is_better.unsqueeze(1), new.codes, old.codes)
     scales = torch.where(is_better.unsqueeze(1), new.scale_bytes, old.scale_bytes)
     return _Point(codes, scales.view(torch.float8_e4m3fn)), torch.minimum(new_error, old_error)
+
+
+def _swept(
+    problem: _Problem, start: _Point, sweep: Callable[[_Problem, _Point], tuple[_Point, bool]], sweeps: int
+) -> _Point:
+    """At most `sweeps` sweeps on from `start`, until one moves nothing; rows that got worse stay as they were."""
+    point = start
+    for _ in range(sweeps):
+        point, has_changed = sweep(problem, point)
+        if not has_changed:
+            break
+    return _better(problem, start, _errors(problem, start), point)[0]
 
 
 def _sweep_codes(problem: _Problem, point: _Point) -> tuple[_Point, bool]:

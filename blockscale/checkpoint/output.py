@@ -43,6 +43,14 @@ def partial_path(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
+def save_progress(folder: Path, facts: Mapping[str, Any]) -> None:
+    """What a stage needs to go on after a kill, as its file PROGRESS_NAME: the old one or the new one, never half."""
+    partial = folder / f"{PROGRESS_NAME}.partial"
+    with disk_errors(folder):
+        partial.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(partial, folder / PROGRESS_NAME)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor of the output lies, and what it must be."""

@@ -61,7 +61,7 @@ def _unfuse_experts(model: nn.Module, names: set[str]) -> None:
     for path, module in list(model.named_modules()):
         if is_fused_experts(module):
             below = {name.removeprefix(path + ".") for name in names if name.startswith(path + ".")}
-            _set_module(model, path, host_experts(module, below))
+            set_module(model, path, host_experts(module, below))
 
 
 def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, skip: str | None = None) -> nn.Module:
@@ -83,7 +83,7 @@ def materialize(model: nn.Module, weights: HostedWeights, path: str = "", *, ski
             continue
         replacement = _linear(module, full, weights)
         if replacement is not None:
-            _set_module(root, name, replacement)
+            set_module(root, name, replacement)
             if _has_bias(module) and replacement.bias is None:
                 missing.append(f"{full}.bias")
         elif isinstance(module, ExpertStack):
@@ -117,11 +117,11 @@ def materialized_copy(model: nn.Module, weights: HostedWeights, path: str) -> nn
     parent, _, leaf = path.rpartition(".")
     holder = model.get_submodule(parent)
     empty = getattr(holder, leaf) if not leaf.isdigit() else holder[int(leaf)]  # type: ignore[index]
-    _set_module(model, path, copy.deepcopy(empty))
+    set_module(model, path, copy.deepcopy(empty))
     try:
         return materialize(model, weights, path)
     finally:
-        _set_module(model, path, empty)
+        set_module(model, path, empty)
 
 
 def _check_missing(model: nn.Module, missing: list[str]) -> None:
@@ -200,7 +200,8 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
         )
 
 
-def _set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """`module` takes the place of the one at `path` below `root`."""
     parent, _, leaf = path.rpartition(".")
     root.get_submodule(parent).register_module(leaf, module)
 

@@ -6,7 +6,7 @@ the same result.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from blockscale.checkpoint.groups import expert_set
-from blockscale.checkpoint.output import PROGRESS_NAME
+from blockscale.checkpoint.output import PROGRESS_NAME, save_progress
 from blockscale.checkpoint.reader import Checkpoint
 from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import RecipeError
@@ -26,9 +26,9 @@ from blockscale.host.weights import HostedWeights, host_weights
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
 from blockscale.quantization.plan import PlannedLinear
-from blockscale.quantization.ranges import Ranges, watch_caches, watch_inputs
+from blockscale.quantization.ranges import Ranges, watch_caches, watch_inputs, watcher, watcher_before
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.quantization.walk import Keep, advance, discard_arguments, record_calls
+from blockscale.quantization.walk import Watch, advance, discard_arguments, record_calls
 from blockscale.quantization.windows import Windows
 
 
@@ -64,11 +64,6 @@ def calibrate(
             state = _State(0, Windows(data.windows), Ranges())
         ranges, windows = state.ranges, state.windows
 
-        def watch_before(linears: Sequence[KeptLinear]) -> Keep:
-            seen = Ranges()
-            watch_inputs(linears, seen)
-            return lambda: ranges.add(seen)
-
         if state.next_layer < len(layers):
             embedded = None
             if state.next_layer == 0:
@@ -76,8 +71,10 @@ def calibrate(
                 embedded = states
             else:
                 states.keep_only(state.next_layer)
-            walk = record_calls(model, weights, windows, folder, device=device, states=embedded, watch=watch_before)
-            _check_observable(wanted, ranges, prefix, weights)
+            walk = record_calls(
+                model, weights, windows, folder, device=device, states=embedded, watch=watcher_before(ranges)
+            )
+            check_observable(wanted, ranges.input_amax, prefix, weights)
             for index in range(state.next_layer, len(layers)):
                 layer = walk.load(index)
                 watch = _watcher(layer, weights, f"{prefix}.{index}", ranges, with_kv)
@@ -94,26 +91,24 @@ def calibrate(
     return ActivationStatistics(input_amax, ranges.kv_amax, windows.num_tokens, (*windows.notices, *notices))
 
 
-def _watcher(layer: nn.Module, weights: HostedWeights, path: str, ranges: Ranges, with_kv: bool) -> Callable[[], Keep]:
+def _watcher(layer: nn.Module, weights: HostedWeights, path: str, ranges: Ranges, with_kv: bool) -> Watch:
     """Counts what a batch shows of the layer at `path` in the model to `ranges`, if the batch is sound."""
     linears = [module for module in layer.modules() if isinstance(module, KeptLinear)]
 
-    def watch() -> Keep:
-        seen = Ranges()
+    def observe(seen: Ranges) -> None:
         watch_inputs(linears, seen)
         if with_kv:
             watch_caches(layer, weights, path, seen)
-        return lambda: ranges.add(seen)
 
-    return watch
+    return watcher(ranges, observe)
 
 
-def _check_observable(wanted: Sequence[str], ranges: Ranges, prefix: str, weights: HostedWeights) -> None:
+def check_observable(wanted: Iterable[str], seen: Container[str], prefix: str, weights: HostedWeights) -> None:
     """Only decoder layers, and what comes before them, are run: RecipeError, before the long work, for a scale that
-    could not be found."""
+    could not be found. `seen`: linears before the layers."""
     inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
     for module in wanted:
-        if module not in inside and module not in ranges.input_amax:
+        if module not in inside and module not in seen:
             raise RecipeError(
                 f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
                 hint="store it with 16-bit activations (activation: null), or keep it",
@@ -177,11 +172,7 @@ def _save_state(state: _State, folder: Path, digest: str) -> None:
         "input_amax": state.ranges.input_amax,
         "kv_amax": state.ranges.kv_amax,
     }
-    path = folder / PROGRESS_NAME
-    partial = path.with_suffix(".partial")
-    with disk_errors(path):
-        partial.write_text(json.dumps(facts))
-        partial.replace(path)
+    save_progress(folder, facts)
 
 
 def _load_state(folder: Path, data: CalibrationData) -> _State | None:

@@ -18,7 +18,7 @@ from blockscale.quantization.fold_probe import FoldProbe, look
 from blockscale.quantization.fold_rows import row_fold
 from blockscale.quantization.folds import Fold, FoldKind, NoFold
 from blockscale.quantization.layer_probe import CallLayer, is_same, random_hidden
-from blockscale.quantization.sites import Site, parent_name
+from blockscale.quantization.sites import Site, numberless, parent_name
 
 
 def find_folds(
@@ -51,13 +51,9 @@ def _alike(sites: Sequence[Site]) -> Iterable[list[Site]]:
     """A list for each site, but one for all experts' sites of the same linears."""
     found: dict[tuple[str, ...], list[Site]] = {}
     for site in sites:
-        names = tuple(_without_number(name) for name in site.hosted) if site.is_expert else site.hosted
+        names = tuple(numberless(name) for name in site.hosted) if site.is_expert else site.hosted
         found.setdefault(names, []).append(site)
     return found.values()
-
-
-def _without_number(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _moved(outcome: Fold | NoFold, tried: Site, site: Site) -> Fold | NoFold:

@@ -1,8 +1,9 @@
 """Largest magnitudes of what linears and caches are given while a layer runs."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -43,6 +44,23 @@ class Ranges:
     def _add_kv(self, name: str, pair: tuple[float, float]) -> None:
         key, value = self.kv_amax.get(name, (0.0, 0.0))
         self.kv_amax[name] = (max(key, pair[0]), max(value, pair[1]))
+
+
+def watcher(ranges: Ranges, observe: Callable[[Ranges], None]) -> Callable[[], Callable[[], None]]:
+    """To call before a batch, which `observe` sets the observers for; what it gives counts the batch, once it is known
+    to be sound."""
+
+    def watch() -> Callable[[], None]:
+        seen = Ranges()
+        observe(seen)
+        return lambda: ranges.add(seen)
+
+    return watch
+
+
+def watcher_before(ranges: Ranges) -> Callable[[Sequence[KeptLinear]], Callable[[], None]]:
+    """The same for linears before the decoder layers."""
+    return lambda linears: watcher(ranges, partial(watch_inputs, linears))()
 
 
 def watch_inputs(linears: Iterable[KeptLinear], ranges: Ranges) -> None:

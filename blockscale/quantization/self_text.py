@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from blockscale.checkpoint.output import PROGRESS_NAME
+from blockscale.checkpoint.output import PROGRESS_NAME, save_progress
 from blockscale.checkpoint.source import open_source
 from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import ModelError
@@ -110,11 +110,9 @@ def _check_memory(path: Path, device: str) -> None:
 def _save_state(folder: Path | None, data: CalibrationData, written: Sequence[Sequence[int]]) -> None:
     if folder is None:
         return
-    partial = folder / f"{PROGRESS_NAME}.partial"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"digest": data.digest, "windows": written}), encoding="utf-8")
-        os.replace(partial, folder / PROGRESS_NAME)
+    save_progress(folder, {"digest": data.digest, "windows": written})
 
 
 def _load_state(folder: Path | None, data: CalibrationData) -> Windows:

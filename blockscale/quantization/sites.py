@@ -65,6 +65,11 @@ def find_sites(
     return result
 
 
+def numberless(hosted: str) -> str:
+    """What an expert's linear has in common with its siblings': a star for each number in the name."""
+    return ".".join("*" if part.isdigit() else part for part in hosted.split("."))
+
+
 def parent_name(hosted: str) -> str:
     """The module that a linear lies in; one that only wraps it (to clip its input) is none."""
     return hosted.removesuffix(".linear").rpartition(".")[0]

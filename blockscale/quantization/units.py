@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.linear import KVScales, QuantizedLinear
 from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.units import Unit, copy_unit
@@ -15,9 +16,8 @@ from blockscale.formats.spec import FP8, NVFP4, Format
 from blockscale.formats.tensor import check_finite
 from blockscale.quantization.plan import Plan, PlannedLinear
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.quantization.weight import WeightError, global_scale_from_amax, quantize_weight
+from blockscale.quantization.weight import HEADROOM, MIN_SCALE, WeightError, quantize_weight, stored_global_scale
 
-_MIN_SCALE = 2.0**-126  # fp32's smallest normal number
 _KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
 
 
@@ -74,8 +74,7 @@ def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) ->
     amaxes = [weight.abs().amax() for weight in weights]
     for linear, weight, amax in zip(linears, weights, amaxes, strict=True):
         check_finite(weight, amax, linear.tensor.name)
-    # dialects store it or its reciprocal: neither may be 0 or infinite
-    return global_scale_from_amax(torch.stack(amaxes).amax(), linears[0].method, fmt).clamp(min=_MIN_SCALE)
+    return stored_global_scale(torch.stack(amaxes).amax(), linears[0].method, fmt)
 
 
 def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:
@@ -87,9 +86,11 @@ def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | N
     return input_scale(amax, linear.scheme.activation)
 
 
-def input_scale(amax: float, activation: Format) -> Tensor:
-    """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8); 1 where nothing but zeros was seen."""
-    return _scale(amax / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
+def input_scale(amax: float, activation: Format, method: ActivationScale = ActivationScale.AMAX) -> Tensor:
+    """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8), with headroom where block scales are searched; 1
+    where nothing but zeros was seen."""
+    headroom = 1.0 if method is ActivationScale.AMAX else HEADROOM
+    return _scale(amax * headroom / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
 
 
 def kv_scales(amax: tuple[float, float]) -> KVScales:
@@ -99,7 +100,7 @@ def kv_scales(amax: tuple[float, float]) -> KVScales:
 
 def _scale(value: float) -> Tensor:
     # a denormal scale has an infinite reciprocal, which is what engines use
-    return torch.tensor(max(value, _MIN_SCALE) if value > 0 else 1.0, dtype=torch.float32)
+    return torch.tensor(max(value, MIN_SCALE) if value > 0 else 1.0, dtype=torch.float32)
 
 
 def _record(linear: PlannedLinear, error: WeightError, input_amax: float | None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class ScaleMethod(Enum):
 
 
 _BLOCK_SCALE = {ScaleMethod.SWEEP: best_block_scale, ScaleMethod.FOUR_OVER_SIX: four_or_six_block_scale}
+MIN_SCALE = 2.0**-126  # fp32's smallest normal number: the reciprocal of one below is infinite
 HEADROOM = 1.75  # how far a searched scale may lie above the amax scale: 448 / 256
 
 
@@ -49,6 +50,11 @@ def global_scale_from_amax(amax: Tensor, method: ScaleMethod, fmt: Format = NVFP
     assert fmt.unscaled_max is not None
     headroom = 1.0 if method is ScaleMethod.AMAX else HEADROOM
     return nvfp4.global_scale_from_amax(amax, fmt.unscaled_max / headroom)
+
+
+def stored_global_scale(amax: Tensor, method: ScaleMethod, fmt: Format = NVFP4) -> Tensor:
+    """The same, as checkpoints hold it: dialects store it or its reciprocal, and neither may be 0 or infinite."""
+    return global_scale_from_amax(amax, method, fmt).clamp(min=MIN_SCALE)
 
 
 def quantize_weight(

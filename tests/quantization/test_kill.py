@@ -12,9 +12,11 @@ Find = Callable[[str], Path]
 # One process imports once and forks for every run: a child that is killed, then one that goes on.
 KILLED = textwrap.dedent(
     """
-    import os, shutil, signal, sys
+    import sys
     from pathlib import Path
     import torch
+    sys.path[:0] = [{tests!r}]
+    from faults.dying import count_writes, in_child, killed_at
     from blockscale.checkpoint.output import PROGRESS_NAME
     from blockscale.checkpoint.reader import open_checkpoint
     from blockscale.checkpoint.source import open_source
@@ -35,57 +37,12 @@ KILLED = textwrap.dedent(
                           progress=lambda stage, layer, total: done.append(layer))
         return repr((sorted(found.input_amax.items()), sorted(found.kv_amax.items()), found.notices))
 
-    def watched(die_at, folder):
-        "Runs with every change of the disk counted, and dies in the middle of one of them."
-        count = 0
-
-        def or_die(function, half):
-            def call(*args, **options):
-                nonlocal count
-                count += 1
-                if count - 1 == die_at:
-                    half(*args)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **options)
-            return call
-
-        def lose_a_file(top):
-            for path in [p for p in sorted(Path(top).rglob("*")) if p.is_file()][:1]:
-                path.unlink()
-
-        pwrite, rmtree = os.pwrite, shutil.rmtree
-        os.pwrite = or_die(pwrite, lambda fd, data, offset: pwrite(fd, data[: len(data) // 2], offset))
-        os.replace = or_die(os.replace, lambda *_: None)
-        shutil.rmtree = or_die(rmtree, lambda top, *_: lose_a_file(top))
-        run(folder)
-        return count
-
-    def in_child(work):
-        "What it gives, or the signal that it died of."
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                text = work()
-                os.write(writer, repr(text).encode())
-                os._exit(0)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(1)
-        os.close(writer)
-        with os.fdopen(reader) as file:
-            text = file.read()
-        status = os.waitpid(child, 0)[1]
-        assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else eval(text)
-
     whole = run(work / "whole")  # and all is imported
-    total = in_child(lambda: watched(-1, work / "counted"))
+    total = count_writes(lambda: run(work / "counted"))
     result = dict(total=total, signals=[], layers=[], wrong=[])
     for die_at in range(total):
         folder = work / str(die_at)
-        result["signals"].append(in_child(lambda: watched(die_at, folder)))
+        result["signals"].append(killed_at(die_at, lambda: run(folder)))
         resumed, layers = in_child(lambda: (run(folder), list(done)))
         result["layers"].append(layers)
         if resumed != whole or [p.name for p in folder.iterdir()] != [PROGRESS_NAME]:
@@ -95,7 +52,9 @@ KILLED = textwrap.dedent(
 
 
 def test_killed_at_every_write(golden_checkpoint: Find, tmp_path: Path) -> None:
-    code = KILLED.format(path=str(golden_checkpoint("base_llama")), work=str(tmp_path))
+    code = KILLED.format(
+        path=str(golden_checkpoint("base_llama")), work=str(tmp_path), tests=str(Path(__file__).parents[1])
+    )
     found = run_fresh(code, {"OMP_NUM_THREADS": "1"}).result
     assert set(found["signals"]) == {-9}
     assert found["wrong"] == []

@@ -9,12 +9,12 @@ from torch import Tensor
 from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.algorithms.svdquant import low_rank_branch
 from blockscale.checkpoint.linear import LowRank, Residual
-from blockscale.formats.nvfp4 import decode_packed, encode_packed
+from blockscale.formats.nvfp4 import encode_packed
 from blockscale.formats.spec import NVFP4
 from blockscale.formats.tensor import QuantizedTensor, empty_like_quantized
 from blockscale.quantization.layerwise.method import Method
+from blockscale.quantization.layerwise.rounding import swept
 from blockscale.quantization.plan import PlannedLinear
-from blockscale.quantization.weight import ScaleMethod, global_scale_from_amax
 
 
 def num_residual_channels(method: Method, k: int) -> int:
@@ -54,10 +54,10 @@ def low_rank(weight: Tensor, method: Method, second: Tensor | None, dtype: torch
     """The branch of a weight fp32 [N, K], and what is left of it to quantize. `second` [K, K]: of the inputs."""
     rank = min(method.rank, *weight.shape)
 
+    importance = None if second is None else second.diagonal()
+
     def quantize(residual: Tensor) -> Tensor:
-        scale = global_scale_from_amax(residual.abs().amax(), ScaleMethod.SWEEP)
-        block = best_block_scale(residual, scale, importance=None if second is None else second.diagonal())
-        return decode_packed(encode_packed(residual, block, scale), block, scale)
+        return swept(residual, importance).decode()
 
     branch = low_rank_branch(weight, rank, quantize, second=second, dtype=dtype)
     missing = rank - branch.up.shape[1]  # a branch that did not help has no rank, and is stored as zeros

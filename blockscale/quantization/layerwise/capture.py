@@ -30,10 +30,6 @@ class SiteInputs:
     train: TokenStore
     held: TokenStore
 
-    @property
-    def num_batches(self) -> int:
-        return len(self.train)
-
     def held_tokens(self) -> Tensor | None:
         """[T, K], or None where no token came."""
         parts = [x for x in self.held if len(x)]

@@ -9,8 +9,9 @@ The 16-bit layer runs beside it, on the 16-bit model's hidden states: its inputs
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from blockscale.checkpoint.linear import QuantizedLinear
 from blockscale.errors import NonFiniteError, RecipeError
 from blockscale.formats.spec import NVFP4
 from blockscale.host.linear import KeptLinear, PackedLinear
+from blockscale.host.weights import set_module
 from blockscale.quantization.fold_search import find_folds
 from blockscale.quantization.folds import NoFold
 from blockscale.quantization.layerwise.branches import needs_text
@@ -28,7 +30,7 @@ from blockscale.quantization.layerwise.capture import SiteInputs, capture_stage,
 from blockscale.quantization.layerwise.method import Method
 from blockscale.quantization.layerwise.rounding import Choice
 from blockscale.quantization.layerwise.site import SiteJob, SiteResult, quantize_site
-from blockscale.quantization.layerwise.smoothing import Smoothed, smooth_site
+from blockscale.quantization.layerwise.smoothing import Smoothed, rows_of, smooth_site
 from blockscale.quantization.layerwise.streams import (
     Streams,
     drop,
@@ -37,9 +39,9 @@ from blockscale.quantization.layerwise.streams import (
     without_faults,
 )
 from blockscale.quantization.plan import PlannedLinear
-from blockscale.quantization.ranges import Ranges, watch_caches
-from blockscale.quantization.sites import Site, find_sites
-from blockscale.quantization.walk import Keep, Walk, advance
+from blockscale.quantization.ranges import Ranges, watch_caches, watcher
+from blockscale.quantization.sites import Site, find_sites, numberless
+from blockscale.quantization.walk import Walk, Watch, advance
 
 _SMOOTHING_TOKENS = 4096
 
@@ -79,11 +81,10 @@ def quantize_layer(
     gave NaN or Inf."""
     path = f"{walk.prefix}.{index}"
     while True:
-        layer, original = walk.load(index), walk.load(index)
+        layer = walk.load(index)
         sites = find_sites(layer, path, linears, *probe_layer(layer, index, streams))
         _check_called(walk, path, linears, sites, method)
-        walk, streams, references = run_reference(walk, index, original, streams, sites)
-        del original
+        walk, streams, references = run_reference(walk, index, layer, streams, sites)
         result = LayerResult()
         try:
             _quantize_sites(walk, index, layer, streams, sites, references, linears, method, activation_scale, result)
@@ -136,7 +137,7 @@ def _quantize_sites(
             smoothed = result.smoothed.get(site.members[0])
             job = SiteJob(
                 {m: linears[m] for m in site.members},
-                {m: _rows(layer, h) for m, h in zip(site.members, site.hosted, strict=True)},
+                {m: rows_of(layer, h) for m, h in zip(site.members, site.hosted, strict=True)},
                 inputs[site.name],
                 references.get(site.name),
                 None if smoothed is None else smoothed.scale,
@@ -155,8 +156,7 @@ def stages(sites: Sequence[Site]) -> list[list[Site]]:
     """Sites that are captured together: all experts' same projections, and each other site by itself."""
     found: dict[str, list[Site]] = {}
     for site in sites:
-        numberless = ".".join("*" if part.isdigit() else part for part in site.hosted[0].split("."))
-        found.setdefault(numberless if site.is_expert else site.name, []).append(site)
+        found.setdefault(numberless(site.hosted[0]) if site.is_expert else site.name, []).append(site)
     return list(found.values())
 
 
@@ -199,13 +199,6 @@ def _smooth(
         result.smoothed |= dict.fromkeys(site.members, smoothed)
 
 
-def _rows(layer: nn.Module, hosted: str) -> Tensor:
-    """fp32 [N, K]; the experts of a stack one below the other."""
-    module = layer.get_submodule(hosted)
-    assert isinstance(module, KeptLinear)
-    return module.weight.float().flatten(0, -2)
-
-
 def _pooled(stage: Sequence[Site], inputs: Mapping[str, SiteInputs]) -> Moments:
     """Of all experts' inputs, as they come."""
     sums = None
@@ -244,17 +237,8 @@ def _put(layer: nn.Module, site: Site, result: LayerResult, activation_scale: Ac
         packed = PackedLinear(
             result.linears[member], old.bias, is_emulating=True, activation_scale=activation_scale
         ).to(old.weight.device)
-        parent, _, leaf = hosted.rpartition(".")
-        layer.get_submodule(parent).register_module(leaf, packed)
+        set_module(layer, hosted, packed)
 
 
-def _cache_watcher(walk: Walk, layer: nn.Module, path: str, ranges: Ranges, with_kv: bool) -> Callable[[], Keep] | None:
-    if not with_kv:
-        return None
-
-    def watch() -> Keep:
-        seen = Ranges()
-        watch_caches(layer, walk.weights, path, seen)
-        return lambda: ranges.add(seen)
-
-    return watch
+def _cache_watcher(walk: Walk, layer: nn.Module, path: str, ranges: Ranges, with_kv: bool) -> Watch | None:
+    return watcher(ranges, partial(watch_caches, layer, walk.weights, path)) if with_kv else None

@@ -13,7 +13,7 @@ from blockscale.errors import UsageError
 from blockscale.formats.nvfp4 import block_amax, block_scale_from_amax, decode_packed, encode_packed
 from blockscale.formats.packing import pack_nibbles
 from blockscale.quantization.layerwise.method import Candidate, Method
-from blockscale.quantization.weight import ScaleMethod, global_scale_from_amax
+from blockscale.quantization.weight import ScaleMethod, stored_global_scale
 
 _FEW = 0.01  # of the mean importance, added: channels that a few tokens left silent are not worthless
 
@@ -78,18 +78,28 @@ def choose(weight: Tensor, moments: Moments, method: Method, judge: Judge | None
     return Choice(results[best], best, losses)
 
 
+def swept(weight: Tensor, importance: Tensor | None) -> Rounded:
+    """Rows [N, K] to nearest, on block scales of least error weighted by `importance` [K]."""
+    global_scale, block_scale = _swept_scales(weight, importance)
+    return Rounded(encode_packed(weight, block_scale, global_scale), block_scale, global_scale)
+
+
+def _swept_scales(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    global_scale = stored_global_scale(weight.abs().amax(), ScaleMethod.SWEEP)
+    return global_scale, best_block_scale(weight, global_scale, importance=importance)
+
+
 def round_by(candidate: Candidate, weight: Tensor, moments: Moments, method: Method, name: str) -> Rounded:
     """One candidate's codes and scales."""
     target = weight
     if candidate.correction:
         target = corrected_target(weight, moments, candidate.correction, method.correction_damp, name=name)
     if not candidate.is_swept:
-        global_scale = global_scale_from_amax(target.abs().amax(), ScaleMethod.AMAX).clamp(min=2.0**-126)
+        global_scale = stored_global_scale(target.abs().amax(), ScaleMethod.AMAX)
         block_scale = block_scale_from_amax(block_amax(target), global_scale)
     else:
-        global_scale = global_scale_from_amax(target.abs().amax(), ScaleMethod.SWEEP).clamp(min=2.0**-126)
         weights = importance(moments)
-        block_scale = best_block_scale(target, global_scale, importance=weights + _FEW * weights.mean())
+        global_scale, block_scale = _swept_scales(target, weights + _FEW * weights.mean())
     if not candidate.is_sequential or not moments.count:
         return Rounded(encode_packed(target, block_scale, global_scale), block_scale, global_scale)
     codes = gptq(target, moments.second, block_scale, global_scale, damp=method.damp, name=name)

@@ -7,7 +7,7 @@ resumed writes the same bytes as one that was not.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.checkpoint.output import OutputFolder
 from blockscale.checkpoint.reader import DIALECTS, Checkpoint
 from blockscale.errors import RecipeError
-from blockscale.host.linear import KeptLinear
 from blockscale.host.model import check_ids
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
 from blockscale.host.weights import HostedWeights, host_weights
+from blockscale.quantization.calibrate import check_observable
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
 from blockscale.quantization.layerwise.branches import empty_branches
@@ -29,10 +29,10 @@ from blockscale.quantization.layerwise.method import METHODS, Method
 from blockscale.quantization.layerwise.state import forget_state, load_state, save_state
 from blockscale.quantization.layerwise.streams import Streams
 from blockscale.quantization.plan import Plan
-from blockscale.quantization.ranges import Ranges, watch_inputs
+from blockscale.quantization.ranges import Ranges, watcher_before
 from blockscale.quantization.recipe import Recipe
 from blockscale.quantization.statistics import ActivationStatistics
-from blockscale.quantization.walk import Keep, Walk, record_calls
+from blockscale.quantization.walk import record_calls
 from blockscale.quantization.windows import Windows
 
 _PROBE_TOKENS = 32
@@ -68,7 +68,11 @@ def quantize_layers(
         quantized, reference = streams = [HiddenStates(folder, name) for name in ("quantized", "reference")]
         state = load_state(folder, data, streams, len(layers), device)
         if state.next_layer < len(layers):
-            embedded = HiddenStates(folder, "embedded") if state.next_layer == 0 else None
+            is_new = state.next_layer == 0
+            if is_new:
+                forget_state(folder)
+                for stream in streams:
+                    stream.clear()
             before = Ranges()
             walk = record_calls(
                 model,
@@ -76,12 +80,12 @@ def quantize_layers(
                 state.windows(data, device),
                 folder / "calls",
                 device=device,
-                states=embedded,
-                watch=_watcher(before) if embedded is not None else None,
+                states=reference if is_new else None,
+                watch=watcher_before(before) if is_new else None,
             )
-            if embedded is not None:
-                forget_state(folder)
-                _begin(walk, embedded, streams)
+            if is_new:
+                for batch in range(len(walk.windows.batches)):
+                    quantized.write(0, batch, reference.read(0, batch))
                 seen = {name: amax for name, amax in before.input_amax.items() if name in plan.linears}
                 state = replace(state, probe=walk.windows.batches[0][0], input_amax=seen)
                 _check_observable(plan, method, seen, prefix, weights)
@@ -106,44 +110,19 @@ def quantize_layers(
     return ActivationStatistics(state.input_amax, state.kv_amax, windows.num_tokens, notices)
 
 
-def _watcher(ranges: Ranges) -> Callable[[Sequence[KeptLinear]], Keep]:
-    """Of the inputs of linears before the layers."""
-
-    def watch(linears: Sequence[KeptLinear]) -> Keep:
-        seen = Ranges()
-        watch_inputs(linears, seen)
-        return lambda: ranges.add(seen)
-
-    return watch
-
-
 def _check_observable(
     plan: Plan, method: Method, seen: Mapping[str, float], prefix: str, weights: HostedWeights
 ) -> None:
     """Before the long work."""
     inside = {stored for hosted, stored in weights.stored.items() if hosted.startswith(prefix + ".")}
+    wanted = [module for module, linear in plan.linears.items() if linear.scheme.needs_input_scale]
+    check_observable(wanted, seen, prefix, weights)
     for module, linear in plan.linears.items():
-        if module in inside:
-            continue
-        if linear.scheme.needs_input_scale and module not in seen:
-            raise RecipeError(
-                f"{module}: its input scale cannot be calibrated, for it lies outside the decoder layers",
-                hint="store it with 16-bit activations (activation: null), or keep it",
-            )
-        if empty_branches(linear, method):
+        if module not in inside and empty_branches(linear, method):
             raise RecipeError(
                 f"{module}: nothing can be put beside its weight, for it lies outside the decoder layers",
                 hint="keep it in 16 bits (--keep), or take a method without branches",
             )
-
-
-def _begin(walk: Walk, embedded: HiddenStates, streams: list[HiddenStates]) -> None:
-    """Both streams start from the same hidden states."""
-    for stream in streams:
-        stream.clear()
-        for batch in range(len(walk.windows.batches)):
-            stream.write(0, batch, embedded.read(0, batch))
-    embedded.clear()
 
 
 def _write(result: LayerResult, plan: Plan, output: OutputFolder, dialect: Any) -> None:

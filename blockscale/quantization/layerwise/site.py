@@ -29,7 +29,7 @@ from blockscale.quantization.layerwise.method import Method
 from blockscale.quantization.layerwise.rounding import Choice, Judge, Rounded, choose, split_rows
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.units import input_scale
-from blockscale.quantization.weight import HEADROOM, ScaleMethod, global_scale_from_amax, quantize_weight
+from blockscale.quantization.weight import ScaleMethod, quantize_weight, stored_global_scale
 
 _FIRST_BATCHES = 2  # residual channels are chosen on the tokens of these
 
@@ -76,8 +76,7 @@ class InputRounding:
         self.channels: Tensor | None = None
         if scheme.needs_input_scale:
             assert self.format is not None
-            headroom = 1.0 if self.method is ActivationScale.AMAX else HEADROOM
-            self.scale = input_scale(amax * headroom, self.format)
+            self.scale = input_scale(amax, self.format, self.method)
         alike = [m for m, linear in job.linears.items() if linear.scheme == scheme and has_branches(linear)]
         if job.method.residual_channels and self.format is NVFP4 and alike:
             self.channels = self._choose(job, alike)
@@ -121,8 +120,7 @@ def quantize_site(job: SiteJob) -> SiteResult:
         else:
             for members in alike.values():
                 linears |= _plain(job, members, rounding)
-    num_tokens = sum(len(x) for store in (job.inputs.train, job.inputs.held) for x in store)
-    return SiteResult(linears, choices, amax, num_tokens)
+    return SiteResult(linears, choices, amax, job.inputs.train.num_tokens + job.inputs.held.num_tokens)
 
 
 def _search(
@@ -138,12 +136,12 @@ def _search(
         moments = _with_siblings(moments, job.pooled)
     held, reference = job.inputs.held_tokens(), None if job.reference is None else job.reference.held_tokens()
     held_seen = None if held is None else rounding(held)
+    wanted = held if reference is None else _divided(reference, job.smoothing)
     for name, members in groups.items():
         weight = torch.cat([job.weights[m] for m in members])
         judge = None
-        if held is not None and held_seen is not None:
-            wanted = held.float() if reference is None else _divided(reference, job.smoothing)
-            judge = Judge(held_seen, wanted @ weight.T)
+        if held_seen is not None and wanted is not None:
+            judge = Judge(held_seen, wanted.float() @ weight.T)
         low: dict[str, LowRank] = {}
         if job.method.rank and all(has_branches(job.linears[m]) for m in members):
             second = moments.second if moments.count else None
@@ -177,9 +175,9 @@ def _divided(x: Tensor, smoothing: Tensor | None) -> Tensor:
 
 
 def _input_amax(job: SiteJob) -> float | None:
-    parts = [x.abs().amax() for store in (job.inputs.train, job.inputs.held) for x in store if x.numel()]
-    if parts:
-        return torch.stack(parts).amax().item()
+    seen = [store.amax for store in (job.inputs.train, job.inputs.held) if store.amax is not None]
+    if seen:
+        return max(seen)
     return None if job.pooled is None else job.pooled.amax.amax().item()
 
 
@@ -196,7 +194,7 @@ def _plain(job: SiteJob, members: Sequence[str], rounding: InputRounding) -> dic
     result = {}
     fmt = job.linears[members[0]].scheme.weight
     amax = torch.stack([job.weights[m].abs().amax() for m in members]).amax()
-    shared = global_scale_from_amax(amax, ScaleMethod.AMAX, fmt).clamp(min=2.0**-126) if fmt.has_global_scale else None
+    shared = stored_global_scale(amax, ScaleMethod.AMAX, fmt) if fmt.has_global_scale else None
     for member in members:
         linear = job.linears[member]
         weight = job.weights[member].view(linear.shape)

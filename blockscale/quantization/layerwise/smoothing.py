@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from blockscale.algorithms.activation_scale import ActivationScale
 from blockscale.algorithms.awq import awq_scales, best_smoothing, bounded_scale
 from blockscale.algorithms.fake_quantize import round_activation
-from blockscale.algorithms.scale_sweep import best_block_scale
 from blockscale.algorithms.smoothquant import smoothquant_scales
-from blockscale.formats.nvfp4 import decode_packed, encode_packed
 from blockscale.formats.spec import NVFP4
 from blockscale.host.linear import KeptLinear
 from blockscale.host.weights import HostedWeights
 from blockscale.quantization.folds import Fold, apply_fold, effective_scale, scale_columns
+from blockscale.quantization.layerwise.rounding import swept
 from blockscale.quantization.plan import PlannedLinear
 from blockscale.quantization.sites import Site
 from blockscale.quantization.units import input_scale
-from blockscale.quantization.weight import HEADROOM, ScaleMethod, global_scale_from_amax
 
 _SAMPLE = 1024  # tokens
 _EXPONENTS = (0.2, 0.4, 0.6, 0.8)
@@ -82,20 +80,17 @@ def smooth_site(
     it. The layer changes, unless 1 is best."""
     sample = x[:: max(1, len(x) // _SAMPLE)][:_SAMPLE].float()
     nvfp4 = [(m, h) for m, h in zip(site.members, site.hosted, strict=True) if linears[m].scheme.weight is NVFP4]
-    rows = torch.cat([_rows(layer, hosted) for _, hosted in nvfp4])
+    rows = torch.cat([rows_of(layer, hosted) for _, hosted in nvfp4])
     scheme = linears[nvfp4[0][0]].scheme
     importance = x.float().square().mean(0)
 
     def quantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
-        global_scale = global_scale_from_amax(weight.abs().amax(), ScaleMethod.SWEEP)
-        block_scale = best_block_scale(weight, global_scale, importance=importance / scale.square())
-        return decode_packed(encode_packed(weight, block_scale, global_scale), block_scale, global_scale)
+        return swept(weight, importance / scale.square()).decode()
 
     def round_input(seen: Tensor, scale: Tensor) -> Tensor:
         assert scheme.activation is not None
         amax = (x.float() / scale).abs().amax().item()
-        headroom = 1.0 if activation_scale is ActivationScale.AMAX else HEADROOM
-        global_scale = input_scale(amax * headroom, scheme.activation).to(x.device)
+        global_scale = input_scale(amax, scheme.activation, activation_scale).to(x.device)
         values, factor = round_activation(seen, scheme.activation, global_scale, activation_scale)
         return values * factor
 
@@ -115,7 +110,7 @@ def smooth_site(
     return Smoothed(applied.scale, str(found.exponent), gain, applied.tensors)
 
 
-def _rows(layer: nn.Module, hosted: str) -> Tensor:
+def rows_of(layer: nn.Module, hosted: str) -> Tensor:
     """fp32 [N, K], the rows of all experts of a stack one below the other."""
     module = layer.get_submodule(hosted)
     assert isinstance(module, KeptLinear)

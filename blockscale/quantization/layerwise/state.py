@@ -1,13 +1,12 @@
 """Where a layer-wise run stands after whole layers: what a killed one finds again."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from blockscale.checkpoint.output import PROGRESS_NAME
+from blockscale.checkpoint.output import PROGRESS_NAME, save_progress
 from blockscale.checkpoint.target import disk_errors
 from blockscale.quantization.calibration_data import CalibrationData
 from blockscale.quantization.hidden_states import HiddenStates
@@ -60,10 +59,7 @@ class State:
 
 
 def save_state(state: State, folder: Path, data: CalibrationData) -> None:
-    partial = folder / f"{PROGRESS_NAME}.partial"
-    with disk_errors(folder):
-        partial.write_text(json.dumps({"digest": data.digest, **asdict(state)}), encoding="utf-8")
-        os.replace(partial, folder / PROGRESS_NAME)
+    save_progress(folder, {"digest": data.digest, **asdict(state)})
 
 
 def load_state(

@@ -55,14 +55,14 @@ def probe_layer(layer: nn.Module, index: int, streams: Streams) -> tuple[CallLay
 
 
 def run_reference(
-    walk: Walk, index: int, original: nn.Module, streams: Streams, sites: Sequence[Site]
+    walk: Walk, index: int, layer: nn.Module, streams: Streams, sites: Sequence[Site]
 ) -> tuple[Walk, Streams, Mapping[str, SiteInputs]]:
-    """Runs the 16-bit layer and keeps what its sites are given, but for experts: the two models may send a token to
-    different ones. Windows that the layer cannot run leave both streams."""
+    """Runs the layer, in 16 bits still, and keeps what its sites are given, but for experts: the two models may send a
+    token to different ones. Windows that the layer cannot run leave both streams."""
     while True:
         capture = Capture([s for s in sites if not s.is_expert], walk, streams.folder / "references")
-        with capture.listening(original) as watch:
-            after = advance(walk, index, original, streams.reference, watch)
+        with capture.listening(layer) as watch:
+            after = advance(walk, index, layer, streams.reference, watch)
         if after.windows is walk.windows:
             return walk, streams, capture.inputs
         for inputs in capture.inputs.values():

@@ -28,9 +28,15 @@ class TokenStore:
         self._folder, self._device = folder, device
         self._places: list[Tensor | Path] = []
         self._free = limit_bytes
+        self._amax: Tensor | None = None
+        self.num_tokens = 0
 
     def add(self, x: Tensor) -> None:
         """OutputError if the disk is full."""
+        if len(x):
+            amax = x.abs().amax()
+            self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+            self.num_tokens += len(x)
         if x.nbytes <= self._free:
             self._free -= x.nbytes
             self._places.append(x)
@@ -46,8 +52,10 @@ class TokenStore:
             else:
                 yield read_back(stored_tensors(place)[0]).to(self._device)
 
-    def __len__(self) -> int:
-        return len(self._places)
+    @property
+    def amax(self) -> float | None:
+        """The largest magnitude, None where no token came; known without reading anything back."""
+        return None if self._amax is None else self._amax.item()
 
     def clear(self) -> None:
         for place in self._places:

@@ -23,16 +23,15 @@ from blockscale.host.attention import kv_rounding
 from blockscale.host.linear import KeptLinear, PackedLinear
 from blockscale.host.model import check_ids
 from blockscale.host.skeleton import build_skeleton, decoder_layers, load_config
-from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy
+from blockscale.host.weights import HostedWeights, host_weights, materialize, materialized_copy, set_module
 from blockscale.quantization.plan import Plan
 from blockscale.quantization.recipe import KEEP, rule_scheme
 from blockscale.quantization.search.choice_linear import ChoiceLinear, Pack, Switch
 from blockscale.quantization.search.groups import KEPT, KV_GROUP, Group, Option
 from blockscale.quantization.statistics import ActivationStatistics
 from blockscale.quantization.units import input_scale, kv_scales
-from blockscale.quantization.weight import ScaleMethod, global_scale_from_amax, quantize_weight
+from blockscale.quantization.weight import ScaleMethod, quantize_weight, stored_global_scale
 
-_MIN_SCALE = 2.0**-126  # as the pipeline has it
 _RESIDENT_SHARE = 0.35  # 16-bit weights of free memory: packed options take about as much again
 
 
@@ -151,7 +150,6 @@ class _Packer:
     """Quantizes a hosted weight as the pipeline would."""
 
     def __init__(self, plan: Plan, statistics: ActivationStatistics) -> None:
-        self._plan = plan
         self._fused = {member: members for members in plan.groups.values() for member in members}
         self._input_amax = statistics.input_amax
 
@@ -163,7 +161,7 @@ class _Packer:
         shared = None
         if scheme.weight.has_global_scale:
             largest = torch.stack([amax(member) for member in members]).amax()
-            shared = global_scale_from_amax(largest, method, scheme.weight).clamp(min=_MIN_SCALE)
+            shared = stored_global_scale(largest, method, scheme.weight)
         weight, _ = quantize_weight(kept.weight.detach(), scheme.weight, method, shared, kept.name)
         scale = None
         if scheme.needs_input_scale:
@@ -199,9 +197,7 @@ def _prepare(
             for option in group_of[name].options
             if option.rule is not None and option.rule.weight != KEEP
         }
-        parent, _, leaf = path.rpartition(".")
-        choice = ChoiceLinear(kept, group_of[name].name, options, switch)
-        root.get_submodule(parent).register_module(leaf, choice)
+        set_module(root, path, ChoiceLinear(kept, group_of[name].name, options, switch))
     for group in groups:
         if group.name == KV_GROUP:
             _prepare_caches(root, prefix, weights, group, statistics, switch)

@@ -122,7 +122,7 @@ def test_in_memory_or_on_disk(tiny_model: Find, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(a, b)
     outside.clear()
     assert not any(p.is_file() for p in (tmp_path / "disk").rglob("*"))
-    assert len(outside.train) == len(outside.held) == 0
+    assert list(outside.train) == list(outside.held) == []
 
 
 def test_many_stores_share_the_room() -> None:

@@ -138,10 +138,11 @@ def test_a_seed_that_draws_other_windows_is_another_job(
 # One process imports once and forks for every run: a child that is killed, then one that goes on.
 KILLED = textwrap.dedent(
     """
-    import os, shutil, signal, sys
+    import shutil, sys
     from pathlib import Path
     import torch
     sys.path[:0] = [{tests!r}]
+    from faults.dying import count_writes, in_child, killed_at
     from quantization.layerwise.running import quantize
     from quantization.layerwise.test_left_out import ids
     from quantization.test_pipeline import all_files
@@ -156,56 +157,12 @@ KILLED = textwrap.dedent(
                  progress=lambda stage, layer, total: done.append(layer) if stage == "quantizing layers" else None)
         return all_files(out), done
 
-    def watched(die_at, out):
-        "Runs with every change of the disk counted, and dies in the middle of one of them."
-        count = 0
-
-        def or_die(function, half):
-            def call(*args, **options):
-                nonlocal count
-                count += 1
-                if count - 1 == die_at:
-                    half(*args)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **options)
-            return call
-
-        def lose_a_file(top):
-            for path in [p for p in sorted(Path(top).rglob("*")) if p.is_file()][:1]:
-                path.unlink()
-
-        pwrite, rmtree = os.pwrite, shutil.rmtree
-        os.pwrite = or_die(pwrite, lambda fd, data, offset: pwrite(fd, data[: len(data) // 2], offset))
-        os.replace = or_die(os.replace, lambda *_: None)
-        shutil.rmtree = or_die(rmtree, lambda top, *_, **__: lose_a_file(top))
-        run(out)
-        return count
-
-    def in_child(work):
-        "What it gives, or the signal that it died of."
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.write(writer, repr(work()).encode())
-                os._exit(0)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(1)
-        os.close(writer)
-        with os.fdopen(reader) as file:
-            text = file.read()
-        status = os.waitpid(child, 0)[1]
-        assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
-        return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else eval(text)
-
     whole, _ = run(work / "whole")  # and all is imported
-    total = in_child(lambda: watched(-1, work / "counted"))
+    total = count_writes(lambda: run(work / "counted"))
     result = dict(total=total, signals=[], layers=[], wrong=[])
-    for die_at in range({first}, total, {step}):
+    for die_at in sorted(set(range({first}, total, {step})) | set([total - 1])):
         out = work / str(die_at)
-        result["signals"].append(in_child(lambda: watched(die_at, out)))
+        result["signals"].append(killed_at(die_at, lambda: run(out)))
 
         def go_on():
             if out.exists():  # it died while it removed what is of no more use
