@@ -8,6 +8,12 @@
 against round to nearest of the same scheme (W4A4 or W4A16), with an interval of 95 % over the windows of the text
 (paired bootstrap). `--checkpoint` measures a folder that another tool wrote, in the same way. Texts are read from 30 %
 on, 20480 tokens each, windows of 512. Writes benchmarks/results/accuracy_NAME.json, row by row.
+
+A recipe may be followed by what else is wanted:
+
+    nvfp4-best@5.0          the mixture of formats that loses least at 5.0 bits a weight, quantized so
+    nvfp4-w4a16-best@self   calibrated on what the model writes itself, so without any text
+    nvfp4-best@inputs       its rounding of inputs alone, over 16-bit weights (smoothed as it smooths them)
 """
 
 import argparse
@@ -16,10 +22,12 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from record import RESULTS, record
@@ -28,9 +36,12 @@ from blockscale import api, texts
 from blockscale.algorithms.divergence import score_tokens
 from blockscale.checkpoint.reader import open_checkpoint
 from blockscale.evaluation.windows import TokenWindows, Window, token_windows
+from blockscale.host.linear import PackedLinear
 from blockscale.host.model import HostedModel, load_model, load_tokenizer
+from blockscale.quantization.layerwise import layer
+from blockscale.quantization.search.budget import Budget
 
-BASELINE = {"w4a4": "nvfp4", "w4a16": "nvfp4-w4a16"}
+BASELINE = {"w4a4": "nvfp4", "w4a16": "nvfp4-w4a16", "w16a4": "nvfp4@inputs"}
 _RESAMPLES = 1000
 _BATCH = 4  # a vocabulary of 262144 makes 2 GB of fp32 logits of it
 
@@ -92,9 +103,16 @@ def gap_closed(own: torch.Tensor, nearest: torch.Tensor, reference: torch.Tensor
     return gap(None).item(), spread[int(0.025 * _RESAMPLES)].item(), spread[int(0.975 * _RESAMPLES)].item()
 
 
-def measure(path: str | Path, windows: dict[str, TokenWindows], device: str) -> dict[str, torch.Tensor]:
-    """Text -> `window_nll` of a checkpoint."""
+def measure(
+    path: str | Path,
+    windows: dict[str, TokenWindows],
+    device: str,
+    kept: tuple[Path, Mapping[str, torch.Tensor]] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Text -> `window_nll` of a checkpoint. `kept`: see `restore_weights`."""
     model = load_model(Path(path), device=device)
+    if kept is not None:
+        restore_weights(model, *kept)
     return {name: window_nll(model, one) for name, one in windows.items()}
 
 
@@ -110,30 +128,67 @@ def run(task: Task, path: Path, args: argparse.Namespace, device: str) -> Measur
     windows = text_windows(args.text, path)
     if task.folder is not None:
         return _measured(task, Path(task.folder), windows, device, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        api.quantize(
-            path,
-            Path(folder) / "out",
-            task.recipe,
-            calibration=args.calibration,
-            max_calibration_tokens=args.tokens,
-            calibration_seed=task.seed or 0,
-            device=device,
+    recipe, _, more = task.recipe.partition("@")
+    how: dict[str, Any] = {
+        "calibration": ["self"] if more == "self" else args.calibration,
+        "max_calibration_tokens": args.tokens,
+        "calibration_seed": task.seed or 0,
+        "device": device,
+    }
+    with tempfile.TemporaryDirectory() as folder, smoothed_weights() as weights:
+        start, out = time.monotonic(), Path(folder) / "out"
+        mixture = (
+            api.search_recipe(path, recipe, budget=Budget(bits=float(more)), **how) if more[:1].isdigit() else recipe
         )
-        return _measured(task, Path(folder) / "out", windows, device, time.monotonic() - start)
+        api.quantize(path, out, mixture, **how)
+        seconds = time.monotonic() - start
+        return _measured(task, out, windows, device, seconds, (path, weights) if more == "inputs" else None)
 
 
-def _measured(task: Task, path: Path, windows: dict[str, TokenWindows], device: str, seconds: float) -> Measured:
+@contextmanager
+def smoothed_weights() -> Iterator[dict[str, torch.Tensor]]:
+    """Fills with the weights that sites are given to round, after folds, by name."""
+    found: dict[str, torch.Tensor] = {}
+    rounded = layer.quantize_site
+
+    def quantize_site(job: layer.SiteJob) -> layer.SiteResult:
+        found.update({name: weight.cpu() for name, weight in job.weights.items()})
+        return rounded(job)
+
+    layer.quantize_site = quantize_site
+    try:
+        yield found
+    finally:
+        layer.quantize_site = rounded
+
+
+def restore_weights(model: HostedModel, source: Path, smoothed: Mapping[str, torch.Tensor]) -> None:
+    """Puts 16-bit weights into the packed linears: smoothed ones, or the source's."""
+    kept = load_model(source, device=str(model.device)).model
+    for name, module in model.model.named_modules():
+        if isinstance(module, PackedLinear):
+            weight, factor = smoothed.get(name), module.linear.weight.global_scale
+            weight = kept.get_submodule(name).weight if weight is None else weight
+            module.learning = weight.to(factor.device).float().view(module.linear.weight.shape) / factor
+
+
+def _measured(
+    task: Task,
+    path: Path,
+    windows: dict[str, TokenWindows],
+    device: str,
+    seconds: float,
+    kept: tuple[Path, Mapping[str, torch.Tensor]] | None = None,
+) -> Measured:
     quantized = open_checkpoint(path).quantized
     schemes = {linear.scheme.activation for linear in quantized.linears.values()} if quantized else set()
-    scheme = "none" if not quantized else "w4a16" if schemes == {None} else "w4a4"
+    scheme = "none" if not quantized else "w4a16" if schemes == {None} else "w4a4" if kept is None else "w16a4"
     bits = None
     if quantized:
         linears = quantized.linears.values()
         stored = sum(8 * info.num_bytes for linear in linears for info in linear.tensors.values())
         bits = stored / sum(torch.Size(linear.shape).numel() for linear in linears)
-    return Measured(task, measure(path, windows, device), scheme, bits, seconds)
+    return Measured(task, measure(path, windows, device, kept), scheme, bits, seconds)
 
 
 def row(
@@ -149,7 +204,7 @@ def row(
     return {
         "model": args.model[0],
         "scheme": found.scheme,
-        "recipe": found.task.recipe,
+        "recipe": found.task.recipe.removesuffix(".yaml"),
         "seed": found.task.seed,
         "text": text,
         "perplexity": own,
@@ -181,11 +236,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     name, path = args.model[0], api.locate(args.model[1])
-    tasks = [Task("reference", None, str(path)), *(Task(recipe, 0) for recipe in BASELINE.values())]
+    is_asked = any(recipe.endswith("@inputs") for recipe in args.recipes)
+    nearest = [recipe for recipe in BASELINE.values() if is_asked or not recipe.endswith("@inputs")]
+    tasks = [Task("reference", None, str(path)), *(Task(recipe, 0) for recipe in nearest)]
     tasks += [Task(recipe, seed) for seed in args.seeds for recipe in args.recipes]
     tasks += [Task(label, None, folder) for label, folder in args.checkpoint]
     file = RESULTS / f"accuracy_{name.lower()}.json"
     rows = json.loads(file.read_text())["figures"] if args.add and file.is_file() else []
+    again = {(task.recipe.removesuffix(".yaml"), task.seed) for task in tasks}
+    rows = [one for one in rows if (one["recipe"], one["seed"]) not in again]
     first: dict[str, Measured] = {}  # by scheme: what the others are compared with
     waiting: list[Measured] = []
     devices = itertools.cycle(args.device)
