@@ -1,9 +1,9 @@
 /* Timed passes for kernels_cpu.py: every contender reads its copies of a weight once, from memory.
  *
- * Built with the machine's own instructions. Threads wait spinning, so that a peer's functions, which have no threads of
- * their own, lose nothing on starting them. */
+ * Built with the machine's own instructions. A peer's functions have no threads of their own: those that serve them here
+ * spin while they wait, so that nothing is lost on starting them, and sleep once a pass is over, so that they take no
+ * core from the next contender. The first call of a pass, which wakes threads, is not timed. */
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -11,7 +11,11 @@
 
 typedef void (*job_function)(void *state, int thread, int threads);
 
-static atomic_int generation, unfinished, started;
+enum { SPINS = 200000 };
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static atomic_int generation, unfinished, started, sleepers;
 static job_function job;
 static void *job_state;
 static int job_threads;
@@ -20,9 +24,15 @@ static void *wait_for_jobs(void *argument) {
     const int index = (int)(intptr_t)argument;
     int seen = 0;
     for (;;) {
-        int now;
-        for (long spin = 0; (now = atomic_load(&generation)) == seen; spin++) {
-            if (spin > 20000) sched_yield();
+        int now = seen;
+        for (long spin = 0; spin < SPINS && (now = atomic_load(&generation)) == seen; spin++) {
+        }
+        if (now == seen) {
+            pthread_mutex_lock(&mutex);
+            atomic_fetch_add(&sleepers, 1);
+            while ((now = atomic_load(&generation)) == seen) pthread_cond_wait(&wake, &mutex);
+            atomic_fetch_sub(&sleepers, 1);
+            pthread_mutex_unlock(&mutex);
         }
         seen = now;
         if (index < job_threads) {
@@ -45,6 +55,11 @@ static void run(job_function function, void *state, int threads) {
     job_threads = threads;
     atomic_store(&unfinished, threads - 1);
     atomic_fetch_add(&generation, 1);
+    if (atomic_load(&sleepers) > 0) {
+        pthread_mutex_lock(&mutex);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&mutex);
+    }
     function(state, 0, threads);
     while (atomic_load(&unfinished) > 0) {
     }
@@ -58,6 +73,7 @@ static double seconds(void) {
 
 /* One function called on each of `count` argument blocks, `size` bytes apart: seconds a call. */
 double time_calls(int64_t (*function)(const void *), const char *arguments, int64_t size, int64_t count) {
+    function(arguments + (count - 1) * size);
     const double begin = seconds();
     for (int64_t i = 0; i < count; i++) function(arguments + i * size);
     return (seconds() - begin) / (double)count;
@@ -66,6 +82,7 @@ double time_calls(int64_t (*function)(const void *), const char *arguments, int6
 struct reading {
     const char *data;
     int64_t bytes;
+    int ahead;
     uint64_t sums[64][8];
 };
 
@@ -74,9 +91,10 @@ static void read_share(void *state, int thread, int threads) {
     struct reading *r = state;
     const int64_t lines = r->bytes / 256;
     const char *p = r->data + lines * thread / threads * 256, *end = r->data + lines * (thread + 1) / threads * 256;
+    const int ahead = r->ahead;
     wide a = {0}, b = {0}, c = {0}, d = {0};
     for (; p < end; p += 256) {
-        for (int i = 0; i < 256; i += 64) __builtin_prefetch(p + 2048 + i);
+        for (int i = 0; i < 256; i += 64) __builtin_prefetch(p + ahead + i);
         const wide *q = (const wide *)p;
         a ^= q[0], b ^= q[1], c ^= q[2], d ^= q[3];
     }
@@ -84,9 +102,13 @@ static void read_share(void *state, int thread, int threads) {
     memcpy(r->sums[thread], &a, 64);
 }
 
-/* Bytes a second that `threads` threads read from memory; `data` at a multiple of 256. */
-double read_bandwidth(const char *data, int64_t bytes, int threads) {
-    struct reading r = {.data = data, .bytes = bytes};
+/* Bytes a second that `threads` threads read from memory, prefetching that many bytes ahead; `data` at a multiple of
+ * 256. */
+double read_bandwidth(const char *data, int64_t bytes, int threads, int ahead) {
+    struct reading r = {.data = data, .ahead = ahead};
+    r.bytes = 1 << 20;
+    run(read_share, &r, threads);
+    r.bytes = bytes;
     const double begin = seconds();
     run(read_share, &r, threads);
     return (double)bytes / (seconds() - begin);
@@ -121,14 +143,17 @@ static void peer_share(void *state, int thread, int threads) {
     }
 }
 
-/* As time_calls, of y = W q8_0(x) over `count` copies of W, one after another. */
-double time_peer(const struct peer *peer, int64_t count, int threads) {
+/* As time_calls, of y = W q8_0(x) over `count` copies of W in that order. */
+double time_peer(const struct peer *peer, const int64_t *order, int64_t count, int threads) {
     struct peer p = *peer;
+    p.weight += order[count - 1] * p.n * p.row_bytes;
+    p.quantize(p.x, p.quantized, p.k);
+    run(peer_share, &p, threads);
     const double begin = seconds();
     for (int64_t i = 0; i < count; i++) {
+        p.weight = peer->weight + order[i] * p.n * p.row_bytes;
         p.quantize(p.x, p.quantized, p.k);
         run(peer_share, &p, threads);
-        p.weight += p.n * p.row_bytes;
     }
     return (seconds() - begin) / (double)count;
 }

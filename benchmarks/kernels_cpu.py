@@ -3,8 +3,8 @@
     nice -n -15 python benchmarks/kernels_cpu.py [--ggml FOLDER] [--threads 2] [--rounds 41] [--prefill 512]
 
 FOLDER holds libggml-cpu.so and libggml-base.so (of a llama-cpp-python built with CMAKE_ARGS=-DGGML_NATIVE=ON: lib/).
-On each shape every contender passes over copies of its weight that no cache holds, all in 2 MiB pages, in turn, a round
-after another; the median of the rounds counts, and ratios are those within a round. llama.cpp's functions take int8
+On each shape every contender passes over copies of its weight that no cache holds, all in 2 MiB pages and in an order
+drawn by lot, in turn, a round after another; the median of the rounds counts, and ratios are those within a round. llama.cpp's functions take int8
 activations (Q8_0), which are quantized anew for each product, as ours are. A read of as much memory, written in C, is
 the ceiling.
 
@@ -39,6 +39,7 @@ from blockscale.kernels.prepare import row_major
 SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096))
 COPIES_BYTES = 160 << 20
 HUGE = 2 << 20
+READ_AHEAD = (2048, 8192)  # bytes; whichever reads faster
 
 
 class Peer(ctypes.Structure):
@@ -83,8 +84,8 @@ def harness(folder: Path) -> ctypes.CDLL:
     built = ctypes.CDLL(str(path))
     built.time_calls.restype = built.read_bandwidth.restype = built.time_peer.restype = c_double
     built.time_calls.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
-    built.read_bandwidth.argtypes = [c_void_p, c_int64, c_int]
-    built.time_peer.argtypes = [POINTER(Peer), c_int64, c_int]
+    built.read_bandwidth.argtypes = [c_void_p, c_int64, c_int, c_int]
+    built.time_peer.argtypes = [POINTER(Peer), c_void_p, c_int64, c_int]
     return built
 
 
@@ -121,7 +122,7 @@ class Ours:
             "activation": activations.value,
             "threads": threads,
         }
-        starts = range(self.memory.data_ptr(), self.memory.data_ptr() + size * self.count, size)
+        starts = [self.memory.data_ptr() + size * i for i in torch.randperm(self.count).tolist()]
         self.calls = (Linear * self.count)(*(Linear(groups=start, **one) for start in starts))
         self.function = ctypes.cast(load().blockscale_linear, c_void_p)
 
@@ -139,6 +140,7 @@ class Theirs:
         self.memory.view(-1, len(kind.block)).copy_(torch.frombuffer(bytearray(kind.block), dtype=torch.uint8))
         self.x, self.y = torch.randn(k), torch.empty(n)
         self.quantized = torch.empty(k // 32 * 34, dtype=torch.uint8)
+        self.order = torch.randperm(self.count)
 
         def address(name: str) -> int | None:
             return ctypes.cast(getattr(ggml, name), c_void_p).value if name else None
@@ -157,7 +159,7 @@ class Theirs:
         )
 
     def seconds(self, c: ctypes.CDLL) -> float:
-        return c.time_peer(byref(self.peer), self.count, self.threads)
+        return c.time_peer(byref(self.peer), self.order.data_ptr(), self.count, self.threads)
 
 
 def decode_rows(c: ctypes.CDLL, ggml: ctypes.CDLL | None, n: int, k: int, threads: int, rounds: int) -> list[dict]:
@@ -173,7 +175,7 @@ def decode_rows(c: ctypes.CDLL, ggml: ctypes.CDLL | None, n: int, k: int, thread
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(rounds + 2):
         first = contenders["ours int8"].memory
-        read = c.read_bandwidth(first.data_ptr(), first.numel(), threads)
+        read = max(c.read_bandwidth(first.data_ptr(), first.numel(), threads, ahead) for ahead in READ_AHEAD)
         one = {name: contender.seconds(c) for name, contender in contenders.items()}
         if round_number >= 2:  # caches, clocks and threads are warm
             reads.append(read)

@@ -18,12 +18,11 @@ Names are loaded when first used, so that importing the package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockscale.api import LLM, convert, evaluate, quantize
+    from blockscale.api import LLM, convert, doctor, evaluate, quantize
     from blockscale.conversion.repair.lint import lint
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
     from blockscale.inspection.inspect import inspect
-    from blockscale.planning.hardware.doctor import doctor
     from blockscale.planning.planner import plan
     from blockscale.quantization.recipe import Recipe
     from blockscale.quantization.search.budget import Budget
@@ -51,7 +50,7 @@ __all__ = [
 _HOMES = {
     "LLM": "blockscale.api",
     "convert": "blockscale.api",
-    "doctor": "blockscale.planning.hardware.doctor",
+    "doctor": "blockscale.api",
     "evaluate": "blockscale.api",
     "inspect": "blockscale.inspection.inspect",
     "lint": "blockscale.conversion.repair.lint",

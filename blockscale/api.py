@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,12 @@ from blockscale.host.model import check_device, load_model, load_tokenizer
 from blockscale.inspection.findings import LintReport
 from blockscale.inspection.inspect import inspect
 from blockscale.inspection.inventory import Inspection
-from blockscale.planning.hardware.doctor import doctor
+from blockscale.kernels.bench.linear import Row as KernelRow
+from blockscale.kernels.bench.run import bench_kernels as bench_shapes
+from blockscale.kernels.selftest.run import self_test
+from blockscale.planning.hardware import doctor as hardware_doctor
+from blockscale.planning.hardware.doctor import Diagnosis
+from blockscale.planning.models.model import find_model, linear_shapes
 from blockscale.planning.planner import plan
 from blockscale.quantization import pipeline
 from blockscale.quantization.calibrate import calibrate
@@ -303,6 +309,26 @@ def _check_same_tokens(content: str, tokenizer: Any, reference_path: Path | None
         )
 
 
+def doctor(gpu: str | None = None, *, self_tests: bool = True, **versions: str | None) -> Diagnosis:
+    """What a machine runs natively and what it emulates; of this machine also which kernel serves each op.
+
+    gpu         asks about a GPU of the catalogue or of a .toml file instead
+    self_tests  each kernel is held against plain torch, which takes a few seconds
+    """
+    diagnosis = hardware_doctor.doctor(gpu, **versions)
+    if gpu is not None:
+        return diagnosis
+    return replace(diagnosis, ops=tuple(verdict.to_dict() for verdict in self_test(is_run=self_tests)))
+
+
+def bench_kernels(
+    shapes: Sequence[tuple[int, int]] = (), *, model: str | None = None, **options: Any
+) -> list[KernelRow]:
+    """Times of the linears' kernels at [N, K] of `shapes` and of `model`; the options are those of bench/run."""
+    own = linear_shapes(find_model(model)) if model is not None else ()
+    return bench_shapes(tuple(dict.fromkeys((*shapes, *own))), **options)
+
+
 class LLM:
     """A checkpoint ready to generate: `LLM("folder").generate(["2 + 2 ="], max_tokens=8)`.
 
@@ -354,6 +380,7 @@ __all__ = [
     "Report",
     "Sampling",
     "Summary",
+    "bench_kernels",
     "check_gates",
     "convert",
     "demo_gguf",

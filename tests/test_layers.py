@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "blockscale"
 ROOMS = (
     "errors",
     "formats",
+    "kernels",
     "texts",
     "pages",
     "algorithms",
@@ -131,7 +132,7 @@ def test_no_two_files_import_each_other() -> None:
 @pytest.mark.parametrize("name", [n for n in MODULES if n == "blockscale" or room(n) in ("cli", "errors")])
 def test_the_command_line_imports_nothing_heavy(name: str) -> None:
     """`--help` answers at once: torch and all that imports it wait for the verb."""
-    heavy = {"torch", "transformers", "numpy", "scipy", "safetensors", "gguf", "matplotlib", "huggingface_hub"}
+    heavy = {"torch", "triton", "transformers", "numpy", "scipy", "safetensors", "gguf", "matplotlib", "huggingface_hub"}
 
     def reached(module: str, seen: set[str]) -> set[str]:
         result = {m.split(".")[0] for m in imports(module, at_import_time=True)}

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from blockscale.cli import chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize
+from blockscale.cli import bench, chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize
 from blockscale.cli.output import printable, reader_may_leave
 from blockscale.errors import BlockscaleError
 
 VERBS = {
-    module.NAME: module for module in (quantize, inspect, lint, convert, evaluate, generate, chat, plan, doctor, demo)
+    module.NAME: module
+    for module in (quantize, inspect, lint, convert, evaluate, generate, chat, plan, doctor, bench, demo)
 }
 
 _WRITERS = ("convert", "lint", "evaluate", "inspect", "plan")

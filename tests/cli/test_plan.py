@@ -183,7 +183,7 @@ def test_numbers_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -
 def test_the_doctor_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "doctor", "--gpu", "b200", "--driver", "570.86", "--cuda", "12.4")
     assert "CUDA 12.4 (12.8 is needed)" in out
-    assert "kernels: not part of this version" in out
+    assert "kernels: asked of the machine itself" in out
     data = json.loads(printed(capsys, "doctor", "--gpu", "h200", "--json"))
     assert data["formats"]["nvfp4"] == "emulated"
     assert data["formats"]["fp8"] == "native"
@@ -191,7 +191,31 @@ def test_the_doctor_of_another_machine(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "doctor").startswith("this machine: ")
+    assert printed(capsys, "doctor", "--no-self-test").startswith("this machine: ")
+
+
+def test_the_doctor_names_a_kernel_for_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(printed(capsys, "doctor", "--no-self-test", "--json"))
+    assert {"op", "kernel", "mode", "self_test"} <= set(data["ops"][0])
+    names = [op["op"] for op in data["ops"]]
+    assert names[0] == "linear_w4a16"
+    assert len(set(names)) == 12
+    assert {op["self_test"] for op in data["ops"]} == {"not run"}
+
+
+def test_a_failed_self_test_is_the_outcome(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockscale.kernels.selftest import run
+
+    def wrong(choice: object, device: object) -> str:
+        raise run.Mismatch("1.5, not 1.25")
+
+    monkeypatch.setattr(run, "_TESTS", {op: wrong if op is run.Op.MOE_W4A16 else lambda *_: "right" for op in run.Op})
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "1.5, not 1.25" in out
+    assert err.startswith("error: self-tests failed: moe_w4a16 by ")
 
 
 def test_a_plan_of_671_billion_parameters_is_quick() -> None:

@@ -1,7 +1,7 @@
 """What a machine runs natively, what it emulates, and which version stands in the way."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -11,7 +11,7 @@ from blockscale.planning.hardware.catalogue import Gpu, find_gpu
 from blockscale.planning.hardware.machine import Device, Machine, catalogue_entry, this_machine
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "int4", "bf16")
-KERNELS = "not part of this version"
+KERNELS_ELSEWHERE = "asked of the machine itself: blockscale doctor, there"
 
 
 class Mode(Enum):
@@ -48,15 +48,19 @@ class GpuDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`unchecked`: versions that were not given or found, so that nothing is said of them."""
+    """`unchecked`: versions that were not given or found, so that nothing is said of them.
+
+    ops  which kernel serves each op, and its self-test; None where the machine's own torch was not asked
+    """
 
     machine: Machine
     gpus: tuple[GpuDiagnosis, ...]
     unchecked: tuple[str, ...]
     is_described: bool
+    ops: tuple[Mapping[str, Any], ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. `ops` is null, not empty: which kernel serves what is not known to this version."""
+        """Plain data. `ops` is null, not empty, where it is not known which kernel serves what."""
         return {
             "driver": self.machine.driver,
             "toolkit": self.machine.toolkit,
@@ -70,8 +74,7 @@ class Diagnosis:
             ],
             "formats": {f.format: f.mode.value for f in self.gpus[0].formats} if self.gpus else {},
             "unchecked": list(self.unchecked),
-            "ops": None,
-            "kernels": KERNELS,
+            "ops": None if self.ops is None else [dict(op) for op in self.ops],
         }
 
 

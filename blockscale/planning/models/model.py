@@ -11,7 +11,7 @@ from typing import Any
 
 from blockscale.checkpoint.shards import read_json
 from blockscale.errors import CheckpointError, UsageError
-from blockscale.planning.models.architecture import LINEAR_PARTS, Architecture, from_config
+from blockscale.planning.models.architecture import LINEAR_PARTS, Architecture, Part, from_config
 from blockscale.planning.models.weights import Weights
 
 
@@ -179,3 +179,18 @@ _PUBLISHED_IN = {
     "kimi_k2": "fp8-block128",
     "minimax_m2": "fp8-block128",
 }
+
+
+def linear_shapes(model: Model) -> tuple[tuple[int, int], ...]:
+    """[N, K] of the model's dense linears, each once, in the order of its layers.
+
+    Gate and up are one product, as every engine computes them; experts are not dense and are left out.
+    """
+    shapes: dict[tuple[int, int], None] = {}
+    for block in model.architecture.blocks:
+        for matrix in block.matrices:
+            if matrix.part not in (Part.ATTENTION, Part.FEED_FORWARD, Part.SHARED_EXPERTS) or matrix.n < 16:
+                continue
+            is_pair = matrix.part is not Part.ATTENTION and matrix.count == 2 * block.streams
+            shapes[matrix.n * (2 if is_pair else 1), matrix.k] = None
+    return tuple(shapes)

@@ -1,0 +1,1 @@
+"""Kernels in C for the CPU, built with the system compiler when first used."""

@@ -1,0 +1,274 @@
+"""W4A16 linear for many rows of activations, on sm_90: how the kernel of linear_large.cu is configured and launched.
+
+    y[..., N] = x[..., K] @ dequantize(W)[N, K].T (+ bias), W in NVFP4 or MXFP4, x and y in bfloat16 or float16
+
+Weights are decoded exactly and sums are fp32, so the only rounding is that of the sums and of y. With float16
+activations an MXFP4 weight is what float16 holds of it (2^-24 to 65504); every NVFP4 weight fits.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from blockscale.errors import FormatError
+from blockscale.formats.spec import MXFP4
+from blockscale.kernels.checks import check_activation, check_bias, check_contiguous, check_same_device, rows
+from blockscale.kernels.cuda.tensor_map import ROW_ALIGNMENT, tensor_map
+from blockscale.kernels.device import Device, describe
+from blockscale.kernels.layouts import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, tiles_shape
+from blockscale.kernels.nvrtc import Kernel, Program, launch, load
+from blockscale.kernels.prepare import Layout, PreparedWeight
+
+SOURCE = "linear_large.cu"
+_OP = "linear_w4a16 (large)"
+_THREADS, _MULTIPLIERS, _COLUMNS = 384, 256, 64  # as in linear_large.cu
+_ORDER = "order_activations"
+_STAGING_BYTES = 2 * 64 * 64 * 2
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Template parameters of linear_large.cu, which explains them.
+
+    blocks    a thread block's rows of the weight, in units of 128
+    tokens    of a tile: 64, 128 or 256
+    cluster   thread blocks that share activations: 1 or 2
+    x_stages  depth of the ring of activations, 64 columns a stage
+    w_stages  depth of the ring of weights, 128 columns a stage
+    is_ordered  the columns of the activations are first brought into the order of the weights', by a kernel of its own
+    """
+
+    blocks: int
+    tokens: int
+    cluster: int
+    x_stages: int
+    w_stages: int
+    is_ordered: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of a cluster's tile."""
+        return 128 * self.blocks * self.cluster
+
+    @property
+    def shared_bytes(self) -> int:
+        x_bytes, w_bytes = self.tokens * _COLUMNS * 2, 128 * self.blocks // TILE_ROWS * TILE_BYTES
+        stages = self.x_stages * (x_bytes + 16) + self.w_stages * (w_bytes + 16)
+        return stages + _STAGING_BYTES + 1024
+
+    @property
+    def partial_bytes(self) -> int:
+        """What a thread block leaves for another: fp32 sums of its tile."""
+        return 128 * self.blocks * self.tokens * 4
+
+    def name(self, activation: torch.dtype, is_mxfp4: bool) -> str:
+        """Name expression of the kernel."""
+        kind = (int(activation is torch.float16), int(is_mxfp4), int(self.is_ordered))
+        numbers = (self.blocks, self.tokens, self.cluster, *kind, self.x_stages, self.w_stages)
+        return f"linear_large<{', '.join(map(str, numbers))}>"
+
+
+WIDE = Tiling(blocks=1, tokens=256, cluster=2, x_stages=5, w_stages=4)
+MIDDLE = Tiling(blocks=2, tokens=128, cluster=2, x_stages=6, w_stages=5)
+NARROW = Tiling(blocks=2, tokens=64, cluster=2, x_stages=8, w_stages=7)
+TILINGS = (WIDE, MIDDLE, NARROW)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is dealt out: see `part_of` in pairs.cuh.
+
+    row_tiles, token_tiles  tiles of a cluster
+    band                    token tiles that are computed side by side
+    steps                   along K, of 128 columns
+    workers                 clusters
+    waves                   whole tiles that every worker gets before the rest is dealt out by steps
+    """
+
+    tiling: Tiling
+    row_tiles: int
+    token_tiles: int
+    band: int
+    steps: int
+    workers: int
+    waves: int
+
+    @property
+    def is_split(self) -> bool:
+        """Some tiles are computed in parts, whose sums pass through memory."""
+        return self.waves * self.workers < self.row_tiles * self.token_tiles
+
+
+_BAND_TOKENS = 1024  # activations that stay in L2 while the weights pass by: 16 MB at K = 8192
+_MIN_FILL = 0.93  # of the last wave, above which splitting tiles gains less than it costs
+
+
+def plan(m: int, n: int, k: int, device: Device, tiling: Tiling | None = None) -> Plan:
+    """How x [m, k] times a weight [n, k] is computed on `device`; a tiling by the number of rows, if none is given."""
+    if tiling is None:
+        tiling = NARROW if m <= 64 else MIDDLE if m <= 128 or 256 < m <= 384 else WIDE
+    row_tiles, token_tiles = -(-n // tiling.rows), -(-m // tiling.tokens)
+    steps, tiles = tiles_shape(n, k)[1], row_tiles * token_tiles
+    workers = min(device.num_sms // tiling.cluster, tiles * steps)
+    parts = workers // tiles * tiles
+    if parts >= _MIN_FILL * workers:  # every tile in as many parts, and every worker one of them
+        workers = parts
+    full = -(-tiles // workers)
+    waves = full if tiles >= _MIN_FILL * full * workers else max(0, full - 2)
+    return Plan(tiling, row_tiles, token_tiles, max(1, _BAND_TOKENS // tiling.tokens), steps, workers, waves)
+
+
+class _Deal(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("tiles", "steps", "workers", "waves")]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("tiles", "y", "global_scale", "bias_fp32", "bias", "partials", "flags")),
+        *((name, ctypes.c_int) for name in ("m", "n", "row_tiles32", "row_tiles", "token_tiles", "band")),
+        ("deal", _Deal),
+    ]
+
+
+def linear(
+    x: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None = None,
+    *,
+    tiling: Tiling | None = None,
+    is_programmatic: bool = False,
+) -> Tensor:
+    """y [..., N] of the dtype of x.
+
+    x                [..., K] bfloat16 or float16, any strides; meant for 64 rows and more, right for any number
+    weight           [N, K] in Layout.FRAGMENTS, on the device of x (sm_90)
+    bias             [N] of the dtype of x or fp32
+    tiling           the kernel's shape, for measurements; chosen by M otherwise
+    is_programmatic  may begin before the kernel ahead of it in the stream has ended, reading weights meanwhile: for
+                     weights that were written long before
+
+    The result does not depend on timing: sums are added in a fixed order. FormatError for what the kernel would
+    misread.
+    """
+    _check(x, weight, bias)
+    flat = _aligned_rows(x)
+    y = torch.empty(flat.shape[0], weight.n, dtype=x.dtype, device=x.device)
+    if flat.shape[0]:
+        run(plan(flat.shape[0], weight.n, weight.k, describe(x.device), tiling), flat, weight, bias, y, is_programmatic)
+    return y.view(*x.shape[:-1], weight.n)
+
+
+def run(
+    p: Plan, x: Tensor, weight: PreparedWeight, bias: Tensor | None, y: Tensor, is_programmatic: bool = False
+) -> None:
+    """One launch into y [M, N], contiguous. x [M, K], M > 0: rows of stride 1 that begin at multiples of 16 bytes."""
+    (m, _), device, tiling = x.shape, x.device, p.tiling
+    grid = p.workers * tiling.cluster
+    partials = torch.empty(grid * tiling.partial_bytes if p.is_split else 0, dtype=torch.uint8, device=device)
+    num_flags = grid if p.is_split else 0
+    if tiling.is_ordered:  # by a kernel that clears the flags as well, and that the product overlaps
+        flags = torch.empty(num_flags, dtype=torch.int32, device=device)
+        x, is_programmatic = _ordered(x, flags, is_programmatic), True
+    else:
+        flags = _flags(num_flags, device) if num_flags else partials
+    is_fp32 = bias is not None and bias.dtype == torch.float32
+    address = 0 if bias is None else bias.data_ptr()
+    arguments = _Arguments(
+        weight.packed.data_ptr(),
+        y.data_ptr(),
+        weight.global_scale.data_ptr(),
+        address if is_fp32 else 0,
+        0 if is_fp32 else address,
+        partials.data_ptr(),
+        flags.data_ptr(),
+        m,
+        weight.n,
+        weight.packed.shape[0],
+        p.row_tiles,
+        p.token_tiles,
+        p.band,
+        _Deal(p.row_tiles * p.token_tiles, p.steps, p.workers, p.waves),
+    )
+    launch(
+        _kernel(tiling, x.dtype, weight.format is MXFP4, describe(device)),
+        (grid, 1, 1),
+        (_THREADS, 1, 1),
+        [tensor_map(x, tiling.tokens // tiling.cluster, _COLUMNS), arguments],
+        device=device,
+        shared_bytes=tiling.shared_bytes,
+        cluster=(tiling.cluster, 1, 1) if tiling.cluster > 1 else None,
+        is_programmatic=is_programmatic,
+    )
+
+
+def _ordered(x: Tensor, flags: Tensor, is_programmatic: bool) -> Tensor:
+    """x [M, K] -> [M, K'], K' = K rounded up to 64: of each 64 columns, as 4 x 8 pairs, the transpose. Clears flags."""
+    m, k = x.shape
+    out = torch.empty(m, -(-k // _COLUMNS) * _COLUMNS, dtype=x.dtype, device=x.device)
+    sizes = [ctypes.c_int(m), ctypes.c_int(k), ctypes.c_int(out.shape[1])]
+    launch(
+        load(Program(SOURCE, (_ORDER,)), _ORDER, describe(x.device).arch),
+        (-(-max(out.numel() // 8, flags.numel()) // 256), 1, 1),
+        (256, 1, 1),
+        [x, ctypes.c_longlong(x.stride(0)), out, *sizes, flags, ctypes.c_int(flags.numel())],
+        device=x.device,
+        is_programmatic=is_programmatic,
+    )
+    return out
+
+
+def program(tiling: Tiling, activation: torch.dtype, is_mxfp4: bool) -> Program:
+    """The source with one kernel: each shape is compiled when it is first needed."""
+    return Program(SOURCE, (tiling.name(activation, is_mxfp4),))
+
+
+def _kernel(tiling: Tiling, activation: torch.dtype, is_mxfp4: bool, device: Device) -> Kernel:
+    name = tiling.name(activation, is_mxfp4)
+    return load(program(tiling, activation, is_mxfp4), name, device.arch, tiling.shared_bytes)
+
+
+def _check(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> None:
+    if weight.layout is not Layout.FRAGMENTS or len(weight.shape) != 2:
+        found = f"{weight.layout.value} {list(weight.shape)}"
+        raise FormatError(f"{_OP}: the weight is {found}", hint="prepare a weight [N, K] with layouts.to_fragments")
+    check_activation(_OP, x, weight.k)
+    check_bias(_OP, bias, weight.n, x)
+    check_same_device(_OP, x=x, weight=weight.packed, bias=bias)
+    if bias is not None:
+        check_contiguous(_OP, "bias", bias)
+    device = describe(x.device)
+    if device.capability != (9, 0):
+        raise FormatError(f"{_OP}: runs on compute capability 9.0, not on {device.name}", hint="use another kernel")
+    if x.numel() // max(1, weight.k) >= 1 << 30:
+        raise FormatError(f"{_OP}: {x.numel() // weight.k} rows", hint="at most 2^30 - 1 rows at a time")
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """[M, K] whose rows begin at multiples of 16 bytes, as the copy engine needs: a view where that is one."""
+    flat = rows(x)
+    if flat.data_ptr() % ROW_ALIGNMENT or (flat.shape[0] > 1 and flat.stride(0) * 2 % ROW_ALIGNMENT):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat
+
+
+def _flags(count: int, device: torch.device) -> Tensor:
+    """int32 zeros [>= count]; the kernel leaves them as it found them.
+
+    Kernels of one stream follow each other, so a stream has one set. A graph that is captured gets its own and clears
+    them itself: it may be replayed on another stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _stream_flags(index, torch.cuda.current_stream(device).cuda_stream, max(1024, count))
+
+
+@cache
+def _stream_flags(index: int, stream: int, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
+
+
+assert TILE_COLUMNS == 2 * _COLUMNS

@@ -1,0 +1,152 @@
+"""Attention of new tokens to keys and values in pages: one token a sequence (decode), or several (prefill)."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from blockscale.kernels.device import describe
+from blockscale.kernels.ops.library import define
+from blockscale.kernels.paged_cache import KVFormat, PagedCache
+from blockscale.kernels.select import Kernel, Op, choose
+
+
+def attention_decode(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, num_heads, D] like q: the last token of each sequence attends to its `lengths` [B] tokens.
+
+    page_table  int32 [B, max_pages]
+    window      tokens that a query sees, itself included; 0 for all
+    softcap     logits become softcap * tanh(logits / softcap); 0 for none
+    sinks       [num_heads]: a logit a head that takes part in the denominator alone
+    """
+    return _DECODE(q, *_parts(cache), page_table, lengths, scale, window, softcap, sinks)
+
+
+def attention_prefill(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, num_heads, D] like q: new tokens of several sequences attend to what stands before them in the pages.
+
+    lengths     int32 [B]: tokens of each sequence, the new ones included
+    cu_seqlens  int32 [B + 1]: where each sequence's new tokens begin in q
+    """
+    return _PREFILL(q, *_parts(cache), page_table, lengths, cu_seqlens, scale, window, softcap, sinks)
+
+
+@cache
+def launcher(op: Op, kernel: Kernel) -> Callable[..., Tensor]:
+    """The function of a kernel, with the arguments of the op."""
+    if kernel is Kernel.TRITON_ATTENTION:
+        if op is Op.ATTENTION_DECODE:
+            from blockscale.kernels.triton.attention_decode import attention_decode as decode
+
+            return decode
+        from blockscale.kernels.triton.attention_prefill import attention_prefill as prefill
+
+        return prefill
+    from blockscale.kernels.reference import attention as reference
+
+    return reference.attention_decode if op is Op.ATTENTION_DECODE else reference.attention_prefill
+
+
+def _parts(
+    cache: PagedCache,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, str, torch.dtype]:
+    return (
+        cache.k,
+        cache.v,
+        cache.k_block_scale,
+        cache.v_block_scale,
+        cache.k_scale,
+        cache.v_scale,
+        cache.format.value,
+        cache.dtype,
+    )
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_block_scale: Tensor | None,
+    v_block_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    fmt: str,
+    dtype: torch.dtype,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    cache = PagedCache(KVFormat(fmt), k, v, k_block_scale, v_block_scale, k_scale, v_scale, dtype)
+    run = launcher(Op.ATTENTION_DECODE, choose(Op.ATTENTION_DECODE, describe(k.device)).kernel)
+    return run(q, cache, page_table, lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def _prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_block_scale: Tensor | None,
+    v_block_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    fmt: str,
+    dtype: torch.dtype,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    cache = PagedCache(KVFormat(fmt), k, v, k_block_scale, v_block_scale, k_scale, v_scale, dtype)
+    run = launcher(Op.ATTENTION_PREFILL, choose(Op.ATTENTION_PREFILL, describe(k.device)).kernel)
+    return run(q, cache, page_table, lengths, cu_seqlens, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def _fake(q: Tensor, *others: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_CACHE = (
+    "Tensor k, Tensor v, Tensor? k_block_scale, Tensor? v_block_scale, Tensor? k_scale, Tensor? v_scale, "
+    "str format, ScalarType dtype"
+)
+_OPTIONS = "float? scale, int window, float softcap, Tensor? sinks"
+_DECODE = define(
+    Op.ATTENTION_DECODE.value,
+    f"(Tensor q, {_CACHE}, Tensor page_table, Tensor lengths, {_OPTIONS}) -> Tensor",
+    _decode,
+    _fake,
+)
+_PREFILL = define(
+    Op.ATTENTION_PREFILL.value,
+    f"(Tensor q, {_CACHE}, Tensor page_table, Tensor lengths, Tensor cu_seqlens, {_OPTIONS}) -> Tensor",
+    _prefill,
+    _fake,
+)

@@ -1,0 +1,148 @@
+"""Attention over paged caches in plain torch and fp32.
+
+    out[i, h] = sum_t softmax(scale * q[i, h] . k[t])_t * v[t]    t: tokens that query i sees
+
+Pages and tokens that no query sees may hold anything: they are replaced by zeros before they are multiplied.
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from blockscale.errors import UsageError
+from blockscale.kernels.checks import check_dtype, check_same_device, check_shape, describe_tensor
+from blockscale.kernels.paged_cache import PagedCache, dequantize_pages
+
+
+def attention_decode(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, num_heads, D] like q: the last of each sequence's tokens attends to all of them.
+
+    page_table  int32 [B, max_pages]
+    lengths     int32 [B], tokens of each sequence; one without tokens gives zeros
+    window      tokens a query sees, itself included; 0 for all
+    softcap     logits become softcap * tanh(logits / softcap); 0 for none
+    sinks       [num_heads]: a logit a head that takes part in the denominator alone
+    """
+    _check("attention_decode", q, cache, page_table, lengths, sinks, window, softcap)
+    check_shape("attention_decode", "q", q, (lengths.shape[0], None, None))
+    last = (lengths.long() - 1).unsqueeze(1)
+    out = [
+        _attend(q[b : b + 1], cache, page_table[b], lengths[b], last[b], scale, window, softcap, sinks)
+        for b in range(q.shape[0])
+    ]
+    return torch.cat(out) if out else torch.empty_like(q)
+
+
+def attention_prefill(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, num_heads, D] like q: new tokens of several sequences, one after the other, attend to what came before them.
+
+    lengths     int32 [B]: tokens of each sequence in the cache, the new ones included
+    cu_seqlens  int32 [B + 1]: where each sequence's new tokens begin in q; it is read on the host
+    """
+    _check("attention_prefill", q, cache, page_table, lengths, sinks, window, softcap)
+    check_shape("attention_prefill", "cu_seqlens", cu_seqlens, (lengths.shape[0] + 1,))
+    check_same_device("attention_prefill", q=q, cu_seqlens=cu_seqlens)
+    starts = cu_seqlens.tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for b, (begin, end) in enumerate(pairwise(starts)):
+        if end > begin:
+            position = lengths[b].long() - (end - begin) + torch.arange(end - begin, device=q.device)
+            part = q[begin:end]
+            out[begin:end] = _attend(part, cache, page_table[b], lengths[b], position, scale, window, softcap, sinks)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    cache: PagedCache,
+    pages: Tensor,
+    length: Tensor,
+    position: Tensor,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [T, H, D] of one sequence, whose queries stand at `position` int64 [T]."""
+    num_heads, head_dim = q.shape[1:]
+    token = torch.arange(pages.shape[0] * cache.page_size, device=q.device)
+    k, v = (_tokens(cache, side, pages, token < length) for side in "kv")  # [S, num_kv_heads, D]
+    group = num_heads // cache.num_kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = torch.einsum("thd,shd->hts", q.float(), k) * (1 / math.sqrt(head_dim) if scale is None else scale)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    seen = (token <= position.unsqueeze(1)) & (token < length)
+    if window:
+        seen &= token > position.unsqueeze(1) - window
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(-1, 1, 1).expand(-1, q.shape[0], 1)
+        weights = torch.softmax(torch.cat((logits, sink), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(logits, dim=-1)
+    weights = torch.where(seen.any(1)[:, None], weights, 0.0)  # a query that sees nothing
+    return torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
+
+
+def _tokens(cache: PagedCache, side: str, pages: Tensor, is_real: Tensor) -> Tensor:
+    """fp32 [S, num_kv_heads, D]: keys or values in the order of tokens, zero where `is_real` [S] is not."""
+    stored, block_scale, scale = (
+        (cache.k, cache.k_block_scale, cache.k_scale) if side == "k" else (cache.v, cache.v_block_scale, cache.v_scale)
+    )
+    first_of_page = is_real[:: cache.page_size]
+    index = torch.where(first_of_page, pages.long(), 0)  # entries past the length may point anywhere
+    picked_scale = None if block_scale is None else block_scale.view(torch.uint8)[index].view(torch.float8_e4m3fn)
+    raw = stored.view(torch.uint8)[index].view(stored.dtype) if stored.element_size() == 1 else stored[index]
+    values = dequantize_pages(cache.format, raw, picked_scale, scale).flatten(0, 1)
+    return torch.where(is_real[:, None, None], values, 0.0)
+
+
+def _check(
+    op: str,
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+) -> None:
+    check_dtype(op, "q", q, (cache.dtype,))
+    check_shape(op, "q", q, (None, None, cache.head_dim))
+    if q.shape[1] == 0 or q.shape[1] % cache.num_kv_heads:
+        raise UsageError(
+            f"{op}: q is {describe_tensor(q)}, the cache has {cache.num_kv_heads} KV heads",
+            hint="the number of query heads is a multiple of that of KV heads",
+        )
+    check_dtype(op, "page_table", page_table, (torch.int32,))
+    check_dtype(op, "lengths", lengths, (torch.int32,))
+    check_shape(op, "page_table", page_table, (lengths.shape[0], None))
+    if sinks is not None:
+        check_shape(op, "sinks", sinks, (q.shape[1],))
+    check_same_device(op, q=q, cache=cache.k, page_table=page_table, lengths=lengths, sinks=sinks)
+    if window < 0 or softcap < 0:
+        raise UsageError(f"{op}: window {window}, softcap {softcap}", hint="0 turns either off; neither is negative")

@@ -1,0 +1,153 @@
+"""Block Hadamard rotation of activations and NVFP4 of what comes out, in one pass.
+
+    y = x R,  R = blockdiag(H / sqrt(size)),  H[i, j] = (-1)^popcount(i & j),  size 16, 32, 64 or 128
+
+in fp32 by log2(size) rounds of sums and differences, nearest neighbours first, and one product by fp32(size^-1/2):
+the same operations in the same order as on the CPU, so that packed and block_scale are those of the rotated tensor
+bit for bit. A value that is not finite makes its whole block of `size` so.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockscale.errors import FormatError
+from blockscale.kernels import checks
+from blockscale.kernels.triton.nvfp4_blocks import (
+    LARGEST_GLOBAL_SCALE,
+    columns,
+    join_columns,
+    load_halves,
+    quantize_halves,
+    store_scales,
+    store_words,
+)
+from blockscale.kernels.triton.quantize import (
+    BLOCK,
+    STRIDED,
+    check_blocks,
+    check_can_run,
+    check_global_scale,
+    empty_outputs,
+    padded,
+)
+from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
+
+SIZES = (16, 32, 64, 128)
+
+# Rotated values are multiples of size^-1/2 > 2^-4 times the dtype's smallest number.
+_ROOM = 2.0**-4
+
+
+@triton.jit
+def _rotate_eight(x):
+    """Rounds of distance 1, 2 and 4 within [B, 8]."""
+    a0, a1, a2, a3, a4, a5, a6, a7 = columns(x)
+    b0, b1, b2, b3, b4, b5, b6, b7 = a0 + a1, a0 - a1, a2 + a3, a2 - a3, a4 + a5, a4 - a5, a6 + a7, a6 - a7
+    c0, c1, c2, c3, c4, c5, c6, c7 = b0 + b2, b1 + b3, b0 - b2, b1 - b3, b4 + b6, b5 + b7, b4 - b6, b5 - b7
+    return join_columns(c0 + c4, c1 + c5, c2 + c6, c3 + c7, c0 - c4, c1 - c5, c2 - c6, c3 - c7)
+
+
+@triton.jit
+def _rotate_blocks(x, DISTANCE: tl.constexpr, COUNT: tl.constexpr):
+    """The round between blocks DISTANCE apart, of [B, 8], COUNT blocks rotated together; lanes of a warp exchange."""
+    groups: tl.constexpr = x.shape[0] // COUNT
+    x = tl.reshape(x, [groups, COUNT, 8])
+    place = tl.arange(0, COUNT)[None, :, None]
+    other = tl.gather(x, tl.broadcast_to(place ^ DISTANCE, [groups, COUNT, 8]), axis=1)
+    is_first = (place & DISTANCE) == 0
+    return tl.reshape(tl.where(is_first, x, other) + tl.where(is_first, other, -x), [groups * COUNT, 8])
+
+
+@triton.jit
+def rotate_halves(low, high, SIZE: tl.constexpr, FACTOR: tl.constexpr):
+    """Halves [B, 8] of consecutive blocks, SIZE / 16 of which are rotated together. FACTOR = SIZE^-1/2."""
+    low, high = _rotate_eight(low), _rotate_eight(high)
+    low, high = low + high, low - high
+    if SIZE >= 32:
+        low, high = _rotate_blocks(low, 1, SIZE // 16), _rotate_blocks(high, 1, SIZE // 16)
+    if SIZE >= 64:
+        low, high = _rotate_blocks(low, 2, SIZE // 16), _rotate_blocks(high, 2, SIZE // 16)
+    if SIZE >= 128:
+        low, high = _rotate_blocks(low, 4, SIZE // 16), _rotate_blocks(high, 4, SIZE // 16)
+    return low * FACTOR, high * FACTOR
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "tiles_a_row"])
+def _hadamard_kernel(
+    x,
+    global_scale,
+    packed,
+    block_scale,
+    row_stride,
+    num_rows,
+    num_blocks,
+    tiles_a_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    place = tl.arange(0, ROWS * COLUMNS)
+    row = (tile // tiles_a_row).to(tl.int64) * ROWS + place // COLUMNS
+    block = (tile % tiles_a_row).to(tl.int64) * COLUMNS + place % COLUMNS
+    mask = (row < num_rows) & (block < num_blocks)
+    low, high = load_halves(x, row * row_stride + block * 16, mask)
+    low, high = rotate_halves(low, high, SIZE, FACTOR)
+    low_word, high_word, code = quantize_halves(low, high, tl.load(global_scale), FOUR_OVER_SIX, LARGEST)
+    store_words(packed, row * num_blocks + block, low_word, high_word, mask)
+    store_scales(block_scale, row, block, code, num_rows, num_blocks, SWIZZLE)
+
+
+def hadamard_quantize(
+    x: Tensor, global_scale: Tensor, size: int, *, four_over_six: bool = False, swizzled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(packed uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16] or swizzled) of x R, x [..., K] of any float.
+
+    size          of the rotation: 16, 32, 64 or 128, a divisor of K
+    global_scale  fp32, one element: of the rotated activations
+
+    FormatError for a size, dtype, shape or device that does not fit.
+    """
+    op = "hadamard_quantize"
+    check_blocks(op, x)
+    k = x.shape[-1]
+    if size not in SIZES or k % size:
+        raise FormatError(
+            f"{op}: a rotation of size {size} over {k} channels",
+            hint="sizes: " + ", ".join(map(str, SIZES)) + "; K must be a multiple of the size",
+        )
+    check_global_scale(op, global_scale, x)
+    check_can_run(op, x, _hadamard_kernel)
+    packed, block_scale = empty_outputs(x.shape, x.device, swizzled)
+    flat = checks.rows(x)
+    num_rows, num_blocks = flat.shape[0], k // BLOCK
+    tile = SWIZZLED_TILE if swizzled else STRIDED
+    tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
+    if num_rows:
+        with torch.cuda.device_of(x):
+            _hadamard_kernel[(triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row,)](
+                flat,
+                global_scale,
+                packed.view(torch.int32),
+                block_scale.view(torch.uint8),
+                flat.stride(0),
+                num_rows,
+                num_blocks,
+                tiles_a_row,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                SIZE=size,
+                FACTOR=size**-0.5,
+                FOUR_OVER_SIX=four_over_six,
+                SWIZZLE=swizzled,
+                LARGEST=LARGEST_GLOBAL_SCALE[x.dtype] * (_ROOM if x.dtype != torch.float32 else 1.0),
+                num_warps=tile.num_warps,
+                enable_fp_fusion=False,
+            )
+    return packed, block_scale
