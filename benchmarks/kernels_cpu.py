@@ -1,18 +1,19 @@
 """How fast the CPU's kernels multiply one row of activations, against memory and against llama.cpp.
 
-    nice -n -15 python benchmarks/kernels_cpu.py [--ggml FOLDER] [--threads 2] [--rounds 41] [--prefill 512]
+    nice -n -15 python benchmarks/kernels_cpu.py [--ggml FOLDER] [--threads 2 1] [--rounds 41] [--prefill 256]
 
 FOLDER holds libggml-cpu.so and libggml-base.so (of a llama-cpp-python built with CMAKE_ARGS=-DGGML_NATIVE=ON: lib/).
 On each shape every contender passes over copies of its weight that no cache holds, all in 2 MiB pages and in an order
-drawn by lot, in turn, a round after another; the median of the rounds counts, and ratios are those within a round. llama.cpp's functions take int8
-activations (Q8_0), which are quantized anew for each product, as ours are. A read of as much memory, written in C, is
-the ceiling.
+drawn by lot, in turn, a round after another; the median of the rounds counts, and ratios are those within a round.
+llama.cpp's functions take int8 activations (Q8_0), which are quantized anew for each product, as ours are. A read of as
+much memory, written in C, is the ceiling.
 
     ours int8, exact     bf16 activations; NVFP4, and MXFP4 where it says so
     ggml nvfp4, q4_0     vec_dot, a row at a time
     ggml q4_0 x8         the product of eight interleaved rows, which llama.cpp takes for Q4_0 where it can
 
-`--prefill M` times M rows as well, against torch's bf16 product with the decoded weight.
+`--prefill M` times M rows as well, against torch's bf16 product with the decoded weight; then each instruction set that
+the machine has on the last shape, and the activation quantizer.
 """
 
 import argparse
@@ -32,8 +33,18 @@ from record import record
 from blockscale.formats.spec import MXFP4, NVFP4, Format
 from blockscale.formats.tensor import encode
 from blockscale.kernels.cpu.build import find_compiler
-from blockscale.kernels.cpu.library import DTYPE_CODES, FORMAT_CODES, Linear, best_level, load
+from blockscale.kernels.cpu.library import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    Level,
+    Linear,
+    best_level,
+    can_run,
+    level_argument,
+    load,
+)
 from blockscale.kernels.cpu.linear import Activations, linear, linear_int8, prepare
+from blockscale.kernels.cpu.quantize import quantize_nvfp4
 from blockscale.kernels.prepare import row_major
 
 SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096))
@@ -102,7 +113,9 @@ def huge_memory(num_bytes: int) -> torch.Tensor:
 class Ours:
     """Calls of blockscale_linear on copies of one weight."""
 
-    def __init__(self, fmt: Format, activations: Activations, n: int, k: int, threads: int) -> None:
+    def __init__(
+        self, fmt: Format, activations: Activations, n: int, k: int, threads: int, level: Level | None = None
+    ) -> None:
         weight = prepare(row_major(encode(torch.randn(n, k) * 0.02, fmt)))
         size = weight.packed.numel()
         self.bytes, self.count = size, max(2, COPIES_BYTES // size)
@@ -121,6 +134,7 @@ class Ours:
             "dtype": DTYPE_CODES[torch.bfloat16],
             "activation": activations.value,
             "threads": threads,
+            "level": level_argument(level),
         }
         starts = [self.memory.data_ptr() + size * i for i in torch.randperm(self.count).tolist()]
         self.calls = (Linear * self.count)(*(Linear(groups=start, **one) for start in starts))
@@ -201,6 +215,34 @@ def decode_rows(c: ctypes.CDLL, ggml: ctypes.CDLL | None, n: int, k: int, thread
     return rows
 
 
+def level_rows(c: ctypes.CDLL, n: int, k: int, threads: int) -> list[dict]:
+    """One row of x with each instruction set of this machine."""
+    rows = []
+    for level in filter(can_run, Level):
+        for activations in (Activations.INT8, Activations.EXACT):
+            contender = Ours(NVFP4, activations, n, k, threads, level)
+            seconds = statistics.median(contender.seconds(c) for _ in range(7))
+            row = {"shape": [n, k], "threads": threads, "level": level.value, "activations": activations.name.lower()}
+            rows.append(row | {"us": seconds * 1e6, "gb_per_s": contender.bytes / seconds / 1e9})
+    return rows
+
+
+def quantize_row(m: int, k: int, threads: int) -> dict:
+    """The activation quantizer, static global scale, against a copy by torch of the same bf16 activations."""
+    x, scale = torch.randn(m, k).bfloat16(), torch.tensor(0.002)
+    other = torch.empty_like(x)
+    ours: list[float] = []
+    copies: list[float] = []
+    for _ in range(11):
+        for times, call in ((ours, lambda: quantize_nvfp4(x, scale)), (copies, lambda: other.copy_(x))):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    median = statistics.median(ours)
+    ratio = statistics.median(a / b for a, b in zip(ours, copies, strict=True))
+    return {"shape": [m, k], "threads": threads, "us": median * 1e6, "values_per_s": m * k / median, "over_copy": ratio}
+
+
 def prefill_rows(n: int, k: int, m: int, rounds: int) -> list[dict]:
     """m rows of x, against the bf16 product of torch."""
     q = encode(torch.randn(n, k) * 0.02, NVFP4, name="weight")
@@ -234,38 +276,52 @@ def load_ggml(folder: Path) -> ctypes.CDLL:
     return ggml
 
 
+def describe(row: dict) -> str:
+    ratios = "  ".join(f"{value:.2f}x {key[11:]}" for key, value in row.items() if key.startswith("speed"))
+    where = f"{row['shape']} threads {row['threads']} {row.get('kernel', '')}"
+    for key, form in (
+        ("us", "{:.1f} us"),
+        ("gb_per_s", "{:.1f} GB/s"),
+        ("share_of_read", "{:.0%}"),
+        ("gflop_per_s", "{:.0f} GFLOP/s"),
+    ):
+        where += "  " + form.format(row[key]) if key in row else ""
+    return f"{where} {row.get('level', '')} {row.get('activations', '')} {ratios}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ggml", type=Path)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--prefill", type=int, default=0, metavar="M")
     parser.add_argument("--shape", action="append", metavar="N,K")
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(arguments.threads)
     shapes = [tuple(map(int, s.split(","))) for s in arguments.shape] if arguments.shape else SHAPES
     ggml = load_ggml(arguments.ggml) if arguments.ggml else None
     level = best_level()
-    decode: list[dict] = []
-    prefill: list[dict] = []
+    figures: dict[str, list[dict]] = {"decode": [], "levels": [], "prefill": [], "quantize": []}
+
+    def add(kind: str, rows: list[dict]) -> None:
+        figures[kind] += rows
+        for row in rows:
+            print(kind, describe(row), flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         c = harness(Path(folder))
-        for n, k in shapes:
-            decode += decode_rows(c, ggml, n, k, arguments.threads, arguments.rounds)
-            for row in decode[-6 if ggml else -3 :]:
-                ratios = "  ".join(f"{value:.2f}x {key[11:]}" for key, value in row.items() if key.startswith("speed"))
-                share = f"{row['gb_per_s']:6.1f} GB/s {row['share_of_read']:5.0%} of {row['read_gb_per_s']:.1f}"
-                print(f"[{n},{k}] {row['kernel']:16} {row['us']:9.1f} us {share}  {ratios}", flush=True)
-    for n, k in shapes if arguments.prefill else ():
-        prefill += prefill_rows(n, k, arguments.prefill, min(arguments.rounds, 9))
-        for row in prefill[-3:]:
-            ratio = f"{row['speed_over_torch_bf16']:.2f}x torch bf16"
-            print(f"[{n},{k}] M {row['m']} {row['kernel']:12} {row['gflop_per_s']:8.1f} GFLOP/s  {ratio}", flush=True)
+        for threads in arguments.threads:
+            torch.set_num_threads(threads)
+            for n, k in shapes:
+                add("decode", decode_rows(c, ggml, n, k, threads, arguments.rounds))
+            if arguments.prefill:
+                for n, k in shapes:
+                    add("prefill", prefill_rows(n, k, arguments.prefill, min(arguments.rounds, 9)))
+                add("levels", level_rows(c, *shapes[-1], threads))
+                add("quantize", [quantize_row(2048, 4096, threads)])
     if not arguments.no_record:
-        figures = {"level": level and level.value, "decode": decode, "prefill": prefill}
-        print(record("kernels_cpu", figures))
+        print(record("kernels_cpu", {"level": level and level.value, **figures}))
 
 
 if __name__ == "__main__":

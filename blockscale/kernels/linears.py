@@ -28,7 +28,6 @@ def prepare(
     """The weight in the layout of the kernels that serve `op` best on its device.
 
     layout   asks for one: E4M3 makes W4A8 faster at twice the memory, ROW_MAJOR is what every device has a kernel for
-
     consume  the memory of the tensors of `q` is given back where the layout is another one, so that preparing a model
              layer by layer needs one weight's memory more, not a model's; they, and all that share their memory, are
              empty then
@@ -97,7 +96,7 @@ def _e4m3_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) 
 
 
 PREPARE: dict[Layout, Callable[[PreparedWeight], PreparedWeight]] = {
-    Layout.ROW_MAJOR: replace,
+    Layout.ROW_MAJOR: lambda weight: weight,
     Layout.FRAGMENTS: to_fragments,
     Layout.E4M3: _e4m3_layout,
     Layout.HUMMING: _humming_layout,
@@ -148,10 +147,6 @@ def launcher(op: Op, kernel: Kernel) -> Launcher:
             from blockscale.kernels.cuda.linear_large import linear as large
 
             return large
-        case Kernel.CUDA_LINEAR_UNFUSED, _:
-            from blockscale.kernels.cuda.dequantize import linear_unfused
-
-            return linear_unfused
         case Kernel.CUDA_LINEAR_W4A8, _:
             from blockscale.kernels.cuda.linear_w4a8 import linear as w4a8
 

@@ -19,7 +19,8 @@ class Layout(Enum):
 
     ROW_MAJOR  as checkpoints store them: packed [..., N, K/2], block_scale [..., N, K/block]
     FRAGMENTS  one stream of tiles, codes and scales together, in the order of tensor core operands (`layouts`)
-    E4M3       rounded to eight bits: packed float8_e4m3fn [N', K], block_scale fp32 [1, N'] (`cuda/linear_w4a8`)
+    E4M3       rounded to eight bits: packed float8_e4m3fn [N', K], block_scale fp32 [1, N'], which has the global
+               scale in it (`cuda/linear_w4a8`)
     HUMMING    as the package of that name lays it out (`humming_linear`)
     CPU        rows interleaved for vector registers (`cpu/`)
     """

@@ -4,10 +4,7 @@ Every kernel names the compute capabilities that it was compiled and checked for
 is served by what is known to run there, and by plain torch where nothing is.
 """
 
-import os
 import re
-import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from blockscale.errors import MissingDependencyError
+from blockscale.kernels.cpu.build import find_compiler
 from blockscale.kernels.device import Device
 from blockscale.kernels.prepare import Layout
 
@@ -34,6 +33,7 @@ class Op(Enum):
     MOE_W4A16 = "moe_w4a16"
     ATTENTION_DECODE = "attention_decode"
     ATTENTION_PREFILL = "attention_prefill"
+    ATTENTION_MLA = "attention_mla"
 
 
 class Mode(Enum):
@@ -54,13 +54,13 @@ class Kernel(Enum):
 
     CUDA_LINEAR_SMALL = "cuda/linear_small"
     CUDA_LINEAR_LARGE = "cuda/linear_large"
-    CUDA_LINEAR_UNFUSED = "cuda/dequantize + torch"
     CUDA_LINEAR_W4A8 = "cuda/linear_w4a8"
     CUDA_LINEAR_E4M3 = "cuda/linear_w4a8, E4M3 kept"
     HUMMING = "humming"
     TRITON_LINEAR = "triton/linear"
     TRITON_LINEAR_W4A4 = "triton/linear_w4a4"
     TRITON_QUANTIZE = "triton/quantize"
+    CUDA_MOE = "cuda/moe"
     TRITON_MOE = "triton/moe"
     TRITON_ATTENTION = "triton/attention"
     CPU_LINEAR = "cpu/linear"
@@ -103,6 +103,7 @@ class Candidate:
 
 
 HOPPER = frozenset({(9, 0)})
+CUDA_MOE = frozenset({(9, 0), (10, 0), (12, 0)})  # those that moe.cu is compiled for in the tests
 # Each was compiled for with Triton 3.6 and its machine code read; 11.0 from Triton 3.9 on
 TRITON = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)})
 _TRITON_NEEDED = {(11, 0): (3, 9)}
@@ -114,7 +115,6 @@ CANDIDATES: dict[Op, tuple[Candidate, ...]] = {
     Op.LINEAR_W4A16: (
         Candidate(Kernel.CUDA_LINEAR_SMALL, Mode.FUSED, HOPPER, Layout.FRAGMENTS, max_m=64),
         Candidate(Kernel.CUDA_LINEAR_LARGE, Mode.FUSED, HOPPER, Layout.FRAGMENTS),
-        Candidate(Kernel.CUDA_LINEAR_UNFUSED, Mode.FUSED, HOPPER, Layout.FRAGMENTS, min_m=256),
         Candidate(Kernel.TRITON_LINEAR, Mode.FUSED, TRITON, Layout.ROW_MAJOR),
         Candidate(Kernel.HUMMING, Mode.FUSED, TRITON - {(11, 0)}, Layout.HUMMING),
         Candidate(Kernel.CPU_LINEAR, Mode.FUSED, None, Layout.CPU),
@@ -141,9 +141,14 @@ CANDIDATES: dict[Op, tuple[Candidate, ...]] = {
     Op.HADAMARD_QUANTIZE: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
     Op.QUANTIZE_WEIGHT_SWEEP: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
     Op.QUANTIZE_KV: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
-    Op.MOE_W4A16: (Candidate(Kernel.TRITON_MOE, Mode.FUSED, TRITON, Layout.ROW_MAJOR), _TORCH),
+    Op.MOE_W4A16: (
+        Candidate(Kernel.CUDA_MOE, Mode.FUSED, CUDA_MOE, Layout.ROW_MAJOR),
+        Candidate(Kernel.TRITON_MOE, Mode.FUSED, TRITON, Layout.ROW_MAJOR),
+        _TORCH,
+    ),
     Op.ATTENTION_DECODE: (Candidate(Kernel.TRITON_ATTENTION, Mode.FUSED, TRITON), _TORCH),
     Op.ATTENTION_PREFILL: (Candidate(Kernel.TRITON_ATTENTION, Mode.FUSED, TRITON), _TORCH),
+    Op.ATTENTION_MLA: (Candidate(Kernel.TRITON_ATTENTION, Mode.FUSED, TRITON), _TORCH),
 }
 
 
@@ -207,17 +212,11 @@ def _obstacle(kernel: Kernel, device: Device) -> str:
         return "" if find_spec("humming") else "humming-kernels is not installed"
     if family == "cuda":
         return "" if find_spec("cuda") and find_spec("cuda.bindings") else "cuda-bindings is not installed"
-    return "" if _compiler() else "no C compiler is found: install gcc or clang, or name one by CC"
-
-
-def _compiler() -> str | None:
-    """The C compiler that the CPU's kernels are built with."""
-    named = os.environ.get("CC")
-    return (
-        shutil.which(shlex.split(named)[0])
-        if named
-        else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    )
+    try:
+        find_compiler()
+    except MissingDependencyError as error:
+        return f"{error}; {error.hint}"
+    return ""
 
 
 def _older(package: str, needed: tuple[int, ...]) -> str:

@@ -40,7 +40,7 @@ def decode(arch: str, fmt: int, head_dim: int = 128, group: int = 8, **changes: 
 
 
 def prefill(arch: str, fmt: int, head_dim: int = 128, group: int = 8, **changes: Any) -> Compiled:
-    rows, tokens = attention_prefill.default_tile(4096, head_dim, arch == "sm_90")
+    rows, tokens = attention_prefill.default_tile(4096, head_dim, arch in ("sm_90", "sm_100"))
     values = {
         "D": head_dim, "PADDED": triton.next_power_of_2(head_dim), "GROUP": group, "PAGE": 16, "WINDOW": 0,
         "SOFTCAP": 0.0, "HAS_SINK": False, "M": rows, "QUERIES": rows // group, "T": tokens, "STAGES": 2,

@@ -36,7 +36,8 @@ def test_unpacking_gives_back_every_byte(n, k, fmt):
 def test_k_of_one_block():
     packed, block_scale = _weight(5, 16, NVFP4)
     again, scale_again = unpack_tiles(pack_tiles(packed, block_scale, NVFP4), 5, 16, NVFP4)
-    assert torch.equal(again, packed) and torch.equal(scale_again, block_scale)
+    assert torch.equal(again, packed)
+    assert torch.equal(scale_again, block_scale)
 
 
 def test_rows_are_laid_out_a_part_at_a_time_alike(monkeypatch):
@@ -89,14 +90,16 @@ def test_padding_is_zero_codes_with_scale_one():
     packed, block_scale = _weight(70, 144, NVFP4)
     tiles = pack_tiles(packed, block_scale, NVFP4)
     all_codes, all_scales = unpack_tiles(tiles, 128, 256, NVFP4)
-    assert torch.equal(all_codes[:70, :72], packed) and torch.equal(all_scales[:70, :9], block_scale)
+    assert torch.equal(all_codes[:70, :72], packed)
+    assert torch.equal(all_scales[:70, :9], block_scale)
     for padding, value in (
         (all_codes[70:], 0),
         (all_codes[:, 72:], 0),
         (all_scales[70:], 0x38),
         (all_scales[:, 9:], 0x38),
     ):
-        assert padding.numel() and torch.all(padding == value)
+        assert padding.numel()
+        assert torch.all(padding == value)
 
 
 def test_negative_scales_move_their_sign_into_the_codes():
@@ -122,8 +125,10 @@ def test_stacks_of_weights_come_back_as_they_were(fmt):
     q = encode(w, fmt)
     weight = row_major(q)
     there = to_fragments(weight)
-    assert there.layout is Layout.FRAGMENTS and there.packed.shape == (3, 2, 1, layouts.TILE_BYTES)
-    assert there.block_scale.shape == (3, 16) and not there.block_scale.any()
+    assert there.layout is Layout.FRAGMENTS
+    assert there.packed.shape == (3, 2, 1, layouts.TILE_BYTES)
+    assert there.block_scale.shape == (3, 16)
+    assert not there.block_scale.any()
     back = from_row_major(from_fragments(there))
     assert torch.equal(back.packed, q.packed)
     assert torch.equal(back.block_scale.view(torch.uint8), q.block_scale.view(torch.uint8))

@@ -45,32 +45,25 @@ static u32 multiply_f16x2(u32 a, u32 b) {
   return exact_half(widen_half(a & 0xFFFF) * widen_half(b & 0xFFFF)) |
          exact_half(widen_half(a >> 16) * widen_half(b >> 16)) << 16;
 }
-#include "pairs.cuh"
+#include "large_parts.cuh"
 // As linear_large.cu's decode() does it: all 32 lanes, the four subtiles [kt][r] of a tile.
-template <int TYPE, int FORMAT> static void tile(const unsigned char* t, u32* out, bool is_ordered) {
+template <int TYPE, int FORMAT> static void tile(const unsigned char* t, u32* out) {
   for (int kt = 0; kt < 2; ++kt) for (int r = 0; r < 2; ++r) for (int lane = 0; lane < 32; ++lane) {
-    const unsigned char* codes = t + (kt * 2 + r) * 512 + lane / 4 * 64;
+    u32 q[4]; memcpy(q, t + (kt * 2 + r) * 512 + lane * 16, 16);
     const unsigned char* scales = t + 2048 + r * 2 + lane / 4 * 32 + kt * 4;
     u32 bytes[4];
     const int own = lane & 3;
     for (int j = 0; j < 4; ++j) bytes[j] = scales[j * 8] | scales[j * 8 + 1] << 8;
-    u32* const a = out + ((kt * 2 + r) * 32 + lane) * 16;
-    if (is_ordered) {
-      u32 q[4], b[16]; memcpy(q, codes + own * 16, 16);
-      for (int half = 0; half < 2; ++half)
-        own_fragments_of<TYPE, FORMAT>(q, bytes[own], bytes[own & 2], bytes[own | 1], half, b + 8 * half);
-      memcpy(a, b, 64);
-    } else for (int j = 0; j < 4; ++j) {
-      u32 q[4]; memcpy(q, codes + j * 16, 16);
-      fragment_of<TYPE, FORMAT>(q, bytes[j], bytes[j & 2], bytes[j | 1], rotation_of(own), a + 4 * j);
-    }
+    for (int half = 0; half < 2; ++half)
+      fragments_of<TYPE, FORMAT>(q, bytes[own], bytes[own & 2], bytes[own | 1], half,
+                                 out + ((kt * 2 + r) * 32 + lane) * 16 + 8 * half);
   }
 }
 extern "C" {
-void tile_00(const unsigned char* t, u32* o, int is_ordered) { tile<0, 0>(t, o, is_ordered); }
-void tile_10(const unsigned char* t, u32* o, int is_ordered) { tile<1, 0>(t, o, is_ordered); }
-void tile_01(const unsigned char* t, u32* o, int is_ordered) { tile<0, 1>(t, o, is_ordered); }
-void tile_11(const unsigned char* t, u32* o, int is_ordered) { tile<1, 1>(t, o, is_ordered); }
+void tile_00(const unsigned char* t, u32* o) { tile<0, 0>(t, o); }
+void tile_10(const unsigned char* t, u32* o) { tile<1, 0>(t, o); }
+void tile_01(const unsigned char* t, u32* o) { tile<0, 1>(t, o); }
+void tile_11(const unsigned char* t, u32* o) { tile<1, 1>(t, o); }
 void part(const int* d, int worker, int i, int* out) {
   const Part p = part_of({d[0], d[1], d[2], d[3]}, worker, i); out[0] = p.tile; out[1] = p.begin; out[2] = p.end;
 }
@@ -95,7 +88,7 @@ def weight(n: int, k: int, fmt: Format, scale: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(fmt, packed, scale, global_scale, (n, k), torch.bfloat16)
 
 
-def fragments(host: ctypes.CDLL, q: QuantizedTensor, dtype: torch.dtype, is_ordered: bool = False) -> torch.Tensor:
+def fragments(host: ctypes.CDLL, q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight [n, k] as the kernel's registers hold it, put back by the operand map of mma.m16n8k16."""
     tiles = to_fragments(row_major(q)).packed.numpy()
     n, k = q.shape
@@ -106,24 +99,21 @@ def fragments(host: ctypes.CDLL, q: QuantizedTensor, dtype: torch.dtype, is_orde
             registers = np.zeros(2048, dtype=np.uint32)
             one = np.ascontiguousarray(tiles[i, c])
             assert one.size == TILE_BYTES
-            decode(one.ctypes.data_as(ctypes.c_void_p), registers.ctypes.data_as(ctypes.c_void_p), int(is_ordered))
+            decode(one.ctypes.data_as(ctypes.c_void_p), registers.ctypes.data_as(ctypes.c_void_p))
             values = torch.from_numpy(registers.view(np.int16).copy()).view(dtype)
             values = values.view(2, 2, 8, 4, 4, 2, 2, 2)  # kt r g t j columns+8 rows+8 element
-            if is_ordered:  # the activations' columns: of 64, as [t 4][j 4, half 2][e 2], the transpose
-                values = values.permute(1, 6, 2, 0, 3, 4, 5, 7).reshape(32, 128)  # r h g | kt t j +8 e
-            else:
-                values = values.permute(1, 6, 2, 0, 4, 5, 3, 7).reshape(32, 128)  # r h g | kt j +8 t e
+            # columns: of 64, as [t 4][j 4, half 2][e 2], the transpose of what the instructions take
+            values = values.permute(1, 6, 2, 0, 3, 4, 5, 7).reshape(32, 128)  # r h g | kt t j +8 e
             out[i * 32 : i * 32 + 32, c * 128 : c * 128 + 128] = values
     return out[:n, :k]
 
 
-@pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_nvfp4_every_scale_is_decoded_exactly(host: ctypes.CDLL, dtype: torch.dtype, is_ordered: bool) -> None:
+def test_nvfp4_every_scale_is_decoded_exactly(host: ctypes.CDLL, dtype: torch.dtype) -> None:
     finite = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
     scale = finite.repeat(64 * 16 // len(finite) + 1)[: 64 * 16].view(64, 16).view(torch.float8_e4m3fn)
     q = weight(64, 256, NVFP4, scale)
-    assert torch.equal(fragments(host, q, dtype, is_ordered).double() * 256, q.dequantize(torch.float32).double())
+    assert torch.equal(fragments(host, q, dtype).double() * 256, q.dequantize(torch.float32).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,18 +126,16 @@ def test_nvfp4_nan_scale_stays_nan(host: ctypes.CDLL, dtype: torch.dtype) -> Non
     assert found.isnan().sum() == 16
 
 
-@pytest.mark.parametrize("is_ordered", [False, True])
-def test_mxfp4_is_decoded_exactly(host: ctypes.CDLL, is_ordered: bool) -> None:
+def test_mxfp4_is_decoded_exactly(host: ctypes.CDLL) -> None:
     scale = torch.arange(0, 253, dtype=torch.uint8).repeat(3)[: 64 * 8].view(64, 8)
     q = weight(64, 256, MXFP4, scale)
-    assert torch.equal(fragments(host, q, torch.bfloat16, is_ordered).double(), q.dequantize(torch.float32).double())
+    assert torch.equal(fragments(host, q, torch.bfloat16).double(), q.dequantize(torch.float32).double())
 
 
-@pytest.mark.parametrize("is_ordered", [False, True])
-def test_mxfp4_as_float16_where_it_fits(host: ctypes.CDLL, is_ordered: bool) -> None:
+def test_mxfp4_as_float16_where_it_fits(host: ctypes.CDLL) -> None:
     scale = torch.arange(113, 140, dtype=torch.uint8).repeat(20)[: 64 * 8].view(64, 8)
     q = weight(64, 256, MXFP4, scale)
-    assert torch.equal(fragments(host, q, torch.float16, is_ordered).double(), q.dequantize(torch.float32).double())
+    assert torch.equal(fragments(host, q, torch.float16).double(), q.dequantize(torch.float32).double())
 
 
 SHAPES = [(64, 8192, 8192), (128, 57344, 8192), (300, 4096, 4096), (1024, 8192, 8192), (5, 17, 16), (4096, 520, 272)]

@@ -78,7 +78,9 @@ def test_rows_that_begin_at_odd_addresses_are_copied():
     assert linear_small._aligned_rows(x[:, 8:]).data_ptr() == x[:, 8:].data_ptr()
     for y in (x[:, 1:65], torch.zeros(4, 68, dtype=torch.bfloat16)[:, :64], x.T[:64, :2].T):
         aligned = linear_small._aligned_rows(y)
-        assert aligned.data_ptr() % 16 == 0 and aligned.stride(0) % 8 == 0 and aligned.stride(1) == 1
+        assert aligned.data_ptr() % 16 == 0
+        assert aligned.stride(0) % 8 == 0
+        assert aligned.stride(1) == 1
         assert torch.equal(aligned, y)
 
 

@@ -13,7 +13,7 @@ from blockscale.kernels import select
 from blockscale.kernels.experts import GPT_OSS
 from blockscale.kernels.linears import kernel_for, prepare
 from blockscale.kernels.ops import attention, linear, moe, quantize
-from blockscale.kernels.paged_cache import KVFormat, allocate
+from blockscale.kernels.paged_cache import KVFormat, LatentCache, allocate
 from blockscale.kernels.prepare import Layout, row_major
 from blockscale.kernels.reference import attention as plain_attention
 from blockscale.kernels.reference import linear as plain_linear
@@ -23,7 +23,7 @@ from blockscale.kernels.reference import moe as plain_moe
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No compiler: every op is served by plain torch, whatever this machine has."""
-    monkeypatch.setattr(select, "_compiler", lambda: None)
+    monkeypatch.setenv("CC", "/nowhere/cc")
     torch._dynamo.reset()
     forget()
     yield
@@ -41,6 +41,7 @@ def normal(*shape: int) -> Tensor:
 
 ONE = torch.tensor(0.01)
 CACHE = allocate(KVFormat.FP8, 4, 16, 2, 32, k_scale=0.02, v_scale=0.02)
+LATENT = LatentCache(KVFormat.BITS16, torch.ones(4, 16, 48, dtype=torch.bfloat16), None, None, 16, torch.bfloat16)
 TABLE, LENGTHS = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32), torch.tensor([20, 31], dtype=torch.int32)
 STACKS = tuple(row_major(encode(normal(3, *shape), MXFP4)) for shape in ((64, 32), (16, 32)))
 IDS, WEIGHTS = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), torch.rand(2, 2)
@@ -56,6 +57,9 @@ CALLS = {
     "quantize_weight_sweep": lambda x, w: quantize.quantize_weight_sweep(x, ONE),
     "moe_w4a16": lambda x, w: moe.moe_w4a16(x[0, :2, :32], IDS, WEIGHTS, *STACKS, activation=GPT_OSS),
     "attention_decode": lambda x, w: attention.attention_decode(x[:, :2, :32].contiguous(), CACHE, TABLE, LENGTHS),
+    "attention_mla": lambda x, w: attention.attention_mla(
+        x[:, :2, :48].contiguous(), LATENT, TABLE, LENGTHS, scale=0.1
+    ),
     "attention_prefill": lambda x, w: attention.attention_prefill(
         x[:, :2, :32].contiguous(), CACHE, TABLE, LENGTHS, torch.tensor([0, 1, 2], dtype=torch.int32), window=7
     ),

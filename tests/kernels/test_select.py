@@ -1,14 +1,17 @@
 """Which kernel serves which op on which device. Needs nothing: devices are described, not had."""
 
 import json
-from pathlib import Path
 
 import pytest
+import torch
 
+from blockscale.formats.spec import NVFP4
+from blockscale.formats.tensor import encode
 from blockscale.kernels import select
 from blockscale.kernels.device import Device
 from blockscale.kernels.linears import kernel_for
-from blockscale.kernels.prepare import Layout
+from blockscale.kernels.ops import moe
+from blockscale.kernels.prepare import Layout, row_major
 from blockscale.kernels.select import Kernel, Mode, Op, choices, choose, usable
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
@@ -26,7 +29,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
     monkeypatch.setattr(select, "version", lambda package: "3.9.0")
     monkeypatch.setattr(select, "find_spec", lambda name: None if name == "humming" else object())
-    monkeypatch.setattr(select, "_compiler", lambda: "/usr/bin/cc")
+    monkeypatch.setattr(select, "find_compiler", lambda: ["/usr/bin/cc"])
     yield
     forget()
 
@@ -71,7 +74,8 @@ def test_the_cpu_has_linears_and_a_quantizer() -> None:
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_compiler", lambda: None)
+    monkeypatch.undo()
+    monkeypatch.setenv("CC", "/nowhere/cc")
     choice = choose(Op.LINEAR_W4A16, CPU)
     assert (choice.kernel, choice.mode) == (Kernel.TORCH, Mode.REFERENCE)
     assert "install gcc or clang" in choice.reason
@@ -115,14 +119,25 @@ def test_humming_comes_after_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [Kernel.TRITON_LINEAR, Kernel.HUMMING, Kernel.TORCH]
 
 
-def test_a_compiler_is_looked_for_as_the_builder_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    own = tmp_path / "my-cc"
-    own.touch(mode=0o755)
-    monkeypatch.setenv("CC", f"{own} -flag")
-    assert select._compiler() == str(own)
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    assert select._compiler() is None
+@pytest.mark.parametrize(
+    ("capability", "tokens", "k", "kernel"),
+    [
+        ((9, 0), 1, 64, Kernel.CUDA_MOE),
+        ((9, 0), 512, 64, Kernel.CUDA_MOE),
+        ((9, 0), 513, 64, Kernel.TRITON_MOE),  # more choices than it looks at
+        ((9, 0), 1, 48, Kernel.TRITON_MOE),  # no multiple of 32
+        ((8, 0), 1, 64, Kernel.TRITON_MOE),
+        ((10, 3), 1, 64, Kernel.TRITON_MOE),
+        ((7, 5), 1, 64, Kernel.TORCH),
+    ],
+)
+def test_experts_for_few_tokens_have_a_kernel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tokens: int, k: int, kernel: Kernel
+) -> None:
+    monkeypatch.setattr(moe, "describe", lambda device: gpu(capability))
+    stacks = [row_major(encode(torch.ones(4, n, depth), NVFP4)) for n, depth in ((128, k), (k, 64))]
+    x, ids = torch.zeros(tokens, k), torch.zeros(tokens, 2, dtype=torch.int32)
+    assert moe.kernel_for(x, ids, *stacks) is kernel
 
 
 def test_choices_are_plain_data() -> None:

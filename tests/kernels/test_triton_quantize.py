@@ -124,8 +124,19 @@ def test_strided_rows() -> None:
     assert_same(kernels.quantize(narrow, scale), expected(narrow.contiguous(), scale))
     across = wide.t()[:16].t()  # its rows are contiguous only after a copy
     columns = wide[:, ::2]
-    for x in (across, columns):
+    repeated = wide[:1].expand(3, 160)
+    for x in (across, columns, repeated):
         assert_same(kernels.quantize(x, scale), expected(x.contiguous(), scale))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("num_blocks", [1, 128, 129, 256, 1153])
+def test_contiguous_tensors_of_any_length(dtype: torch.dtype, num_blocks: int) -> None:
+    """Whole and broken tiles, fewer and more than programs, begun at a word and between two."""
+    x, scale = sample(16 * num_blocks + 1, dtype=dtype), torch.tensor(1e-3)
+    for part in (x[:-1], x[1:]):
+        assert_same(kernels.quantize(part, scale), expected(part, scale))
+        assert_same(kernels.quantize_dynamic(part)[:2], expected(part, kernels.quantize_dynamic(part)[2]))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)

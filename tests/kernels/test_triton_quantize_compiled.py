@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import triton.language as tl
 
 from blockscale.kernels.triton import (
     hadamard_quantize,
@@ -52,16 +53,32 @@ KV = {
 }
 CASES = {
     "quantize": _case(
-        quantize._quantize_kernel,
-        {"x": "*bf16", "partials": "*fp32"},
-        {**QUANTIZE, "ROWS": 1, "COLUMNS": 256},
+        quantize._flat_kernel,
+        {"x": "*i32", "partials": "*fp32"},
+        {**QUANTIZE, "BLOCKS": 128, "DTYPE": tl.bfloat16, "IS_EVEN": True},
+        4,
+        4,
+        most_registers=64,
+    ),
+    "quantize_dynamic": _case(
+        quantize._flat_kernel,
+        {"x": "*i32", "partials": "*fp32"},
+        {
+            **QUANTIZE,
+            "PARTIALS": 64,
+            "FOUR_OVER_SIX": True,
+            "UNSCALED": 1536.0,
+            "BLOCKS": 128,
+            "DTYPE": tl.float16,
+            "IS_EVEN": False,
+        },
         4,
         4,
     ),
-    "quantize_dynamic": _case(
+    "quantize_strided": _case(
         quantize._quantize_kernel,
         {"x": "*fp16", "partials": "*fp32"},
-        {**QUANTIZE, "ROWS": 1, "COLUMNS": 128, "PARTIALS": 64, "FOUR_OVER_SIX": True, "UNSCALED": 1536.0},
+        {**QUANTIZE, "ROWS": 2, "COLUMNS": 64},
         4,
         2,
     ),

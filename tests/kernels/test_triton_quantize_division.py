@@ -40,6 +40,24 @@ extern "C" long count_wrong(float boundary, int has_rest) {
     }
     return wrong;
 }
+
+// Divisors in [1, 2) and numbers of `bits` significant bits whose corrected quotient is not the rounded one.
+extern "C" long count_not_rounded(int bits) {
+    long wrong = 0;
+    for (uint32_t i = 0; i < (1u << 23); i++) {
+        float d = from_bits(0x3F800000u + i);
+        float r = 1.0f / d;
+        float e = std::fmaf(-r, d, 1.0f);
+        float p = e * r;
+        float rest = std::fmaf(p, e, p);
+        for (uint32_t j = 0; j < (1u << (bits - 1)); j++) {
+            float x = from_bits(0x3F800000u + (j << (24 - bits)));
+            float q = std::fmaf(x, r, x * rest);
+            wrong += std::fmaf(std::fmaf(-q, d, x), r, q) != x / d;
+        }
+    }
+    return wrong;
+}
 """
 
 
@@ -47,6 +65,7 @@ extern "C" long count_wrong(float boundary, int has_rest) {
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("division")
     library = ctypes.CDLL(make_host_library(SOURCE, Path(folder), flags=("-O3", "-march=native", "-ffp-contract=off")))
+    library.count_not_rounded.restype = ctypes.c_long
     library.count_wrong.argtypes, library.count_wrong.restype = [ctypes.c_float, ctypes.c_int], ctypes.c_long
     return library
 
@@ -58,3 +77,7 @@ def test_quotients_lie_where_rounded_ones_do(library: ctypes.CDLL, sixteenths: i
 
 def test_a_product_with_the_reciprocal_alone_would_not_do(library: ctypes.CDLL) -> None:
     assert library.count_wrong(1.25, 0) > 1000
+
+
+def test_corrected_quotients_of_bf16_are_rounded_to_nearest(library: ctypes.CDLL) -> None:
+    assert library.count_not_rounded(8) == 0

@@ -16,7 +16,8 @@
 
 enum { AHEAD = 8192, AT_ONCE = 4 }; /* 8 sums fill half of the 16 registers */
 
-INLINE void prefetch_tile(const uint8_t *tiles, int format) {
+INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
+    if (tiles + AHEAD >= end) return;
     for (int i = 0; i < tile_bytes(format); i += 64) _mm_prefetch((const char *)tiles + AHEAD + i, _MM_HINT_T0);
 }
 
@@ -54,8 +55,8 @@ INLINE __m256i dot16(const __m256i *w, const uint32_t *bytes, int m, int32_t off
 #endif
 }
 
-INLINE void dot_bytes_of(const uint8_t *tiles, int64_t count, const int format, const struct chunk *x, const int m,
-                         float *out) {
+INLINE void dot_bytes_of(const struct group *w, const int format, const struct chunk *x, const int m, float *out) {
+    const uint8_t *tiles = w->tiles;
     const int blocks = TILE_K / block_size(format), parts = block_size(format) / 16;
     /* 2 * e2m1 + 12 of a code, for unsigned bytes */
     const __m256i table =
@@ -66,8 +67,8 @@ INLINE void dot_bytes_of(const uint8_t *tiles, int64_t count, const int format, 
     const int32_t *offset = x->offset;
     __m256 sum[AT_ONCE][2];
     for (int j = 0; j < m; j++) sum[j][0] = sum[j][1] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < count; t++, tiles += tile_bytes(format)) {
-        prefetch_tile(tiles, format);
+    for (int64_t t = 0; t < w->tiles_count; t++, tiles += tile_bytes(format)) {
+        prefetch_tile(tiles, w->prefetch_end, format);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
 #pragma GCC unroll 2
@@ -116,14 +117,14 @@ INLINE __m256 decode_lanes(__m256i codes) {
     return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, codes), _mm256_castsi256_ps(sign));
 }
 
-INLINE void dot_floats_of(const uint8_t *tiles, int64_t count, const int format, const struct chunk *x, const int m,
-                          float *out) {
+INLINE void dot_floats_of(const struct group *w, const int format, const struct chunk *x, const int m, float *out) {
+    const uint8_t *tiles = w->tiles;
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
     const float *floats = x->floats;
     __m256 sum[AT_ONCE][2];
     for (int j = 0; j < m; j++) sum[j][0] = sum[j][1] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < count; t++, tiles += tile_bytes(format)) {
-        prefetch_tile(tiles, format);
+    for (int64_t t = 0; t < w->tiles_count; t++, tiles += tile_bytes(format)) {
+        prefetch_tile(tiles, w->prefetch_end, format);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
             __m256 part[AT_ONCE][2];
@@ -161,13 +162,13 @@ INLINE void dot_floats_of(const uint8_t *tiles, int64_t count, const int format,
 /* One copy of the loops for each number of rows, so that sums stay in registers. */
 #define CASE(name, f, i) \
     case i: \
-        name##_of(tiles, count, f, x, i, out); \
+        name##_of(w, f, x, i, out); \
         break;
 #define ALL(name, f) \
     switch (x->m) { CASE(name, f, 1) CASE(name, f, 2) CASE(name, f, 3) CASE(name, f, 4) }
 #define FUNCTION(name) \
-    static void name(const uint8_t *tiles, int64_t count, int format, const struct chunk *x, float *out) { \
-        if (format == NVFP4) { \
+    static void name(const struct group *w, const struct chunk *x, float *out) { \
+        if (w->format == NVFP4) { \
             ALL(name, NVFP4) \
         } else { \
             ALL(name, MXFP4) \
@@ -179,6 +180,7 @@ FUNCTION(dot_floats)
 const struct kernels TABLE = {
     .name = TABLE_NAME,
     .rows_at_once = AT_ONCE,
+    .groups_at_once = 1,
     .dot_floats = dot_floats,
     .dot_bytes = dot_bytes,
     .fill_floats = fill_floats,

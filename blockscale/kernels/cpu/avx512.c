@@ -20,7 +20,8 @@
 
 enum { AHEAD = 8192 }; /* bytes that prefetches run ahead of the loads */
 
-INLINE void prefetch_tile(const uint8_t *tiles, int format) {
+INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
+    if (tiles + AHEAD >= end) return;
     for (int i = 0; i < tile_bytes(format); i += 64) _mm_prefetch((const char *)tiles + AHEAD + i, _MM_HINT_T0);
 }
 
@@ -59,136 +60,198 @@ INLINE __m512 block_scales(__m512i bytes, int format, int block) {
     return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000))); /* 2^-127 is a subnormal */
 }
 
-INLINE void store_sums(const __m512 *sum, int m, float *out) {
-    for (int j = 0; j < m; j++) _mm512_storeu_ps(out + j * ROWS, sum[j]);
+INLINE void clear(__m512 (*sum)[MAX_CHUNK], int groups, int m) {
+    for (int g = 0; g < groups; g++) {
+        for (int j = 0; j < m; j++) sum[g][j] = _mm512_setzero_ps();
+    }
 }
 
-INLINE void dot_bytes_of(const uint8_t *tiles, int64_t count, const int format, const struct chunk *x, const int m,
-                         float *out) {
+INLINE void store_sums(__m512 (*sum)[MAX_CHUNK], int groups, int m, float *out) {
+    for (int g = 0; g < groups; g++) {
+        for (int j = 0; j < m; j++) _mm512_storeu_ps(out + (g * m + j) * ROWS, sum[g][j]);
+    }
+}
+
+INLINE void dot_bytes_of(const struct group *weight, const int groups, const int format, const struct chunk *x,
+                         const int m, float *out) {
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
     const __m512i table = byte_table();
     const uint32_t *bytes = x->bytes;
     const float *scale = x->scale;
     const int32_t *offset = x->offset;
-    __m512 sum[MAX_CHUNK];
-    for (int j = 0; j < m; j++) sum[j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; t++, tiles += tile_bytes(format)) {
-        prefetch_tile(tiles, format);
-        const __m512i scales = load_scales(tiles + TILE_CODES, format);
+    const uint8_t *tiles = weight->tiles;
+    __m512 sum[MAX_GROUPS][MAX_CHUNK];
+    clear(sum, groups, m);
+    for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
+        __m512i scales[MAX_GROUPS];
+        for (int g = 0; g < groups; g++) {
+            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
+            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
+        }
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
-            __m512i w[8];
+            __m512i w[MAX_GROUPS][8];
+            __m512 ws[MAX_GROUPS];
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++) {
 #pragma GCC unroll 4
-            for (int r = 0; r < registers; r++) {
-                const __m512i codes = _mm512_loadu_si512(tiles + (block * registers + r) * 64);
-                w[2 * r] = low_nibbles(table, codes);
-                w[2 * r + 1] = high_nibbles(table, codes);
+                for (int r = 0; r < registers; r++) {
+                    const uint8_t *from = tiles + g * weight->bytes + (block * registers + r) * 64;
+                    const __m512i codes = _mm512_loadu_si512(from);
+                    w[g][2 * r] = low_nibbles(table, codes);
+                    w[g][2 * r + 1] = high_nibbles(table, codes);
+                }
+                ws[g] = block_scales(scales[g], format, block);
             }
-            const __m512 ws = block_scales(scales, format, block);
 #pragma GCC unroll 8
             for (int j = 0; j < m; j++) {
-                __m512i product = _mm512_set1_epi32(offset[j]);
+                __m512i product[MAX_GROUPS];
+                product[0] = product[1] = _mm512_set1_epi32(offset[j]);
 #pragma GCC unroll 8
                 for (int r = 0; r < 2 * registers; r++) {
-                    product = _mm512_dpbusd_epi32(product, w[r], _mm512_set1_epi32((int)bytes[r * m + j]));
+                    const __m512i xs = _mm512_set1_epi32((int)bytes[r * m + j]);
+#pragma GCC unroll 2
+                    for (int g = 0; g < groups; g++) product[g] = _mm512_dpbusd_epi32(product[g], w[g][r], xs);
                 }
-                const __m512 factor = _mm512_mul_ps(ws, _mm512_set1_ps(scale[j]));
-                sum[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), factor, sum[j]);
+                const __m512 step = _mm512_set1_ps(scale[j]);
+#pragma GCC unroll 2
+                for (int g = 0; g < groups; g++) {
+                    const __m512 value = _mm512_cvtepi32_ps(product[g]);
+                    sum[g][j] = _mm512_fmadd_ps(value, _mm512_mul_ps(ws[g], step), sum[g][j]);
+                }
             }
             bytes += 2 * registers * m;
             scale += m;
             offset += m;
         }
     }
-    store_sums(sum, m, out);
+    store_sums(sum, groups, m, out);
 }
 
-INLINE void dot_floats_of(const uint8_t *tiles, int64_t count, const int format, const struct chunk *x, const int m,
-                          float *out) {
+INLINE void dot_floats_of(const struct group *weight, const int groups, const int format, const struct chunk *x,
+                          const int m, float *out) {
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
     const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
     const float *floats = x->floats;
-    __m512 sum[MAX_CHUNK];
-    for (int j = 0; j < m; j++) sum[j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; t++, tiles += tile_bytes(format)) {
-        prefetch_tile(tiles, format);
-        const __m512i scales = load_scales(tiles + TILE_CODES, format);
+    const uint8_t *tiles = weight->tiles;
+    __m512 sum[MAX_GROUPS][MAX_CHUNK];
+    clear(sum, groups, m);
+    for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
+        __m512i scales[MAX_GROUPS];
+        for (int g = 0; g < groups; g++) {
+            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
+            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
+        }
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
-            __m512 part[MAX_CHUNK];
-            for (int j = 0; j < m; j++) part[j] = _mm512_setzero_ps();
+            __m512 part[MAX_GROUPS][MAX_CHUNK];
+            clear(part, groups, m);
             for (int r = 0; r < registers; r++) {
-                __m512i codes = _mm512_loadu_si512(tiles + (block * registers + r) * 64);
+                __m512i codes[MAX_GROUPS];
+                for (int g = 0; g < groups; g++) {
+                    codes[g] = _mm512_loadu_si512(tiles + g * weight->bytes + (block * registers + r) * 64);
+                }
 #pragma GCC unroll 8
                 for (int c = 0; c < 8; c++) { /* vpermps reads the lowest four bits of a lane */
-                    const __m512 w = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * c), table);
+                    __m512 w[MAX_GROUPS];
+#pragma GCC unroll 2
+                    for (int g = 0; g < groups; g++) {
+                        w[g] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes[g], 4 * c), table);
+                    }
 #pragma GCC unroll 8
                     for (int j = 0; j < m; j++) {
-                        part[j] = _mm512_fmadd_ps(w, _mm512_set1_ps(floats[c * m + j]), part[j]);
+                        const __m512 xs = _mm512_set1_ps(floats[c * m + j]);
+#pragma GCC unroll 2
+                        for (int g = 0; g < groups; g++) part[g][j] = _mm512_fmadd_ps(w[g], xs, part[g][j]);
                     }
                 }
                 floats += 8 * m;
             }
-            const __m512 ws = block_scales(scales, format, block);
-            for (int j = 0; j < m; j++) sum[j] = _mm512_fmadd_ps(part[j], ws, sum[j]);
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++) {
+                const __m512 ws = block_scales(scales[g], format, block);
+#pragma GCC unroll 8
+                for (int j = 0; j < m; j++) sum[g][j] = _mm512_fmadd_ps(part[g][j], ws, sum[g][j]);
+            }
         }
     }
-    store_sums(sum, m, out);
+    store_sums(sum, groups, m, out);
 }
 
 #if WIDE
-INLINE void dot_pairs_of(const uint8_t *tiles, int64_t count, const int format, const struct chunk *x, const int m,
-                         float *out) {
+INLINE void dot_pairs_of(const struct group *weight, const int groups, const int format, const struct chunk *x,
+                         const int m, float *out) {
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
     /* the bf16 bits of each e2m1 code, twice: vpermw reads the lowest five bits of a lane */
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, (short)0x8000, (short)0xBF00, (short)0xBF80,
         (short)0xBFC0, (short)0xC000, (short)0xC040, (short)0xC080, (short)0xC0C0));
     const uint32_t *pairs = x->pairs;
-    __m512 sum[MAX_CHUNK];
-    for (int j = 0; j < m; j++) sum[j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; t++, tiles += tile_bytes(format)) {
-        prefetch_tile(tiles, format);
-        const __m512i scales = load_scales(tiles + TILE_CODES, format);
+    const uint8_t *tiles = weight->tiles;
+    __m512 sum[MAX_GROUPS][MAX_CHUNK];
+    clear(sum, groups, m);
+    for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
+        __m512i scales[MAX_GROUPS];
+        for (int g = 0; g < groups; g++) {
+            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
+            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
+        }
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
-            __m512 part[MAX_CHUNK];
-            for (int j = 0; j < m; j++) part[j] = _mm512_setzero_ps();
+            __m512 part[MAX_GROUPS][MAX_CHUNK];
+            clear(part, groups, m);
 #pragma GCC unroll 4
             for (int r = 0; r < registers; r++) {
-                const __m512i codes = _mm512_loadu_si512(tiles + (block * registers + r) * 64);
+                __m512i codes[MAX_GROUPS];
+                for (int g = 0; g < groups; g++) {
+                    codes[g] = _mm512_loadu_si512(tiles + g * weight->bytes + (block * registers + r) * 64);
+                }
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++) { /* nibble c of the lower and of the upper word: columns c and c + 4 */
-                    const __m512i w = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * c), table);
+                    __m512i w[MAX_GROUPS];
+#pragma GCC unroll 2
+                    for (int g = 0; g < groups; g++) {
+                        w[g] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes[g], 4 * c), table);
+                    }
 #pragma GCC unroll 8
                     for (int j = 0; j < m; j++) {
-                        const __m512i xs = _mm512_set1_epi32((int)pairs[c * m + j]);
-                        part[j] = _mm512_dpbf16_ps(part[j], (__m512bh)w, (__m512bh)xs);
+                        const __m512bh xs = (__m512bh)_mm512_set1_epi32((int)pairs[c * m + j]);
+#pragma GCC unroll 2
+                        for (int g = 0; g < groups; g++) part[g][j] = _mm512_dpbf16_ps(part[g][j], (__m512bh)w[g], xs);
                     }
                 }
                 pairs += 4 * m;
             }
-            const __m512 ws = block_scales(scales, format, block);
-            for (int j = 0; j < m; j++) sum[j] = _mm512_fmadd_ps(part[j], ws, sum[j]);
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++) {
+                const __m512 ws = block_scales(scales[g], format, block);
+#pragma GCC unroll 8
+                for (int j = 0; j < m; j++) sum[g][j] = _mm512_fmadd_ps(part[g][j], ws, sum[g][j]);
+            }
         }
     }
-    store_sums(sum, m, out);
+    store_sums(sum, groups, m, out);
 }
 #endif
 
-/* One copy of the loops for each number of rows, so that sums stay in registers. */
+/* One copy of the loops for each number of rows, so that sums stay in registers, and one for two groups, where many
+ * rows make loads of x the limit. */
 #define CASE(name, f, i) \
     case i: \
-        name##_of(tiles, count, f, x, i, out); \
+        name##_of(w, 1, f, x, i, out); \
         break;
 #define ALL(name, f) \
+    if (w->count == 2 && x->m == MAX_CHUNK) { \
+        name##_of(w, 2, f, x, MAX_CHUNK, out); \
+        return; \
+    } \
     switch (x->m) { \
         CASE(name, f, 1) CASE(name, f, 2) CASE(name, f, 3) CASE(name, f, 4) \
         CASE(name, f, 5) CASE(name, f, 6) CASE(name, f, 7) CASE(name, f, 8) \
     }
 #define FUNCTION(name) \
-    static void name(const uint8_t *tiles, int64_t count, int format, const struct chunk *x, float *out) { \
-        if (format == NVFP4) { \
+    static void name(const struct group *w, const struct chunk *x, float *out) { \
+        if (w->format == NVFP4) { \
             ALL(name, NVFP4) \
         } else { \
             ALL(name, MXFP4) \
@@ -203,6 +266,7 @@ FUNCTION(dot_pairs)
 const struct kernels TABLE = {
     .name = TABLE_NAME,
     .rows_at_once = MAX_CHUNK,
+    .groups_at_once = 2,
     .has_pairs = WIDE,
     .dot_floats = dot_floats,
 #if WIDE

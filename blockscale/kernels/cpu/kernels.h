@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { ROWS = 16, TILE_K = 64, TILE_CODES = ROWS * TILE_K / 2, HEADER = ROWS * 4, MAX_CHUNK = 8, MAX_THREADS = 256 };
+enum { ROWS = 16, TILE_K = 64, TILE_CODES = ROWS * TILE_K / 2, HEADER = ROWS * 4, MAX_CHUNK = 8, MAX_GROUPS = 2, MAX_THREADS = 256 };
 enum format { NVFP4 = 0, MXFP4 = 1 };
 enum dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
 /* How activations enter the product: as they are; int8 with a scale per block; NVFP4, as W4A4 hardware takes them. */
@@ -65,15 +65,25 @@ struct rows {
     int dtype;
 };
 
+/* Groups whose tiles lie one after another. Two at once share the loads of x. */
+struct group {
+    const uint8_t *tiles;
+    int64_t bytes; /* from one group's tiles to the next group's */
+    int64_t tiles_count;
+    int count, format;
+    const uint8_t *prefetch_end; /* of the bytes that this thread reads next; prefetches go no further */
+};
+
+typedef void dot_function(const struct group *w, const struct chunk *x, float *out);
+
 struct kernels {
     const char *name;
     int rows_at_once; /* of x, at most MAX_CHUNK */
     int has_pairs;    /* dot_pairs is there, and the exact product of bf16 uses it */
-    /* out[m][16] = the chunk's rows times the 16 rows of a group, without global scale and header. Products of bytes
+    int groups_at_once; /* 1 or 2 */
+    /* out[groups][m][16] = the chunk's rows times the rows of groups, without global scale and header. Products of bytes
      * stand for 2 * e2m1, and those with NVFP4 weights for 2^-8 of the scale: `store` is given what makes up for it. */
-    void (*dot_floats)(const uint8_t *tiles, int64_t tiles_count, int format, const struct chunk *x, float *out);
-    void (*dot_pairs)(const uint8_t *tiles, int64_t tiles_count, int format, const struct chunk *x, float *out);
-    void (*dot_bytes)(const uint8_t *tiles, int64_t tiles_count, int format, const struct chunk *x, float *out);
+    dot_function *dot_floats, *dot_pairs, *dot_bytes;
     /* The chunk's arrays from rows first .. first + m of x. fill_bytes returns how many of them hold NaN or Inf. */
     void (*fill_floats)(const struct rows *x, int64_t first, int m, float *floats);
     void (*fill_pairs)(const struct rows *x, int64_t first, int m, uint32_t *pairs);

@@ -5,7 +5,7 @@
 #include "kernels.h"
 
 enum { NO_SUCH_LEVEL = -1, NO_MEMORY = -2 };
-enum { SCRATCH_BYTES = 64 << 20, CACHED_BYTES = 256 << 10, BYTES_WORTH_A_THREAD = 24 << 10, PIECES_A_THREAD = 8, PREFETCH_BYTES = 8192 };
+enum { SCRATCH_BYTES = 64 << 20, CACHED_BYTES = 256 << 10, BYTES_WORTH_A_THREAD = 24 << 10, PIECES_A_THREAD = 8, PREFETCH_BYTES = 4096, WAITING_PREFETCH_BYTES = 8192 };
 
 struct linear { /* mirrored in library.py */
     const uint8_t *groups;
@@ -39,7 +39,10 @@ struct product {
     } shares[MAX_THREADS];
 };
 
-static int64_t chunk_begin(const struct product *p, int64_t chunk) { return p->num_rows * chunk / p->num_chunks; }
+static int64_t chunk_begin(const struct product *p, int64_t chunk) {
+    const int64_t begin = chunk * p->kernels->rows_at_once;
+    return begin < p->num_rows ? begin : p->num_rows;
+}
 
 static void fill_chunk(struct product *p, int64_t chunk) {
     const struct linear *l = p->l;
@@ -67,12 +70,28 @@ static void fill_chunks(void *state, int thread) {
     for (int64_t c; (c = atomic_fetch_add(&p->next_chunk, 1)) < p->num_chunks;) fill_chunk(p, c);
 }
 
-static void multiply_group(const struct product *p, int64_t group, int64_t chunk) {
+static void store_group(const struct product *p, int64_t group, int64_t first_row, int m, const float *out) {
     const struct linear *l = p->l;
-    const int64_t begin = chunk_begin(p, chunk), tiles = num_tiles(l->k), first_n = group * ROWS;
-    const int64_t values = begin * tiles * TILE_K, blocks = begin * tiles * (TILE_K / block_size(l->format));
-    const uint8_t *stream = l->groups + group * group_bytes(l->format, l->k);
+    const int64_t first_n = group * ROWS, size = l->dtype == FP32 ? 4 : 2;
     const int n = l->n - first_n < ROWS ? (int)(l->n - first_n) : ROWS;
+    static const float halves[] = {[EXACT] = 1.0f, [INT8] = 0.5f, [FP4] = 0.25f};
+    const float powers = halves[l->activation] * (l->format == NVFP4 ? NVFP4_SCALE_UP : 1.0f);
+    const float scale = powers * (l->activation == FP4 ? l->global_scale * l->x_global_scale : l->global_scale);
+    float factor[ROWS];
+    memcpy(factor, l->groups + group * group_bytes(l->format, l->k), sizeof(factor));
+    for (int j = 0; j < m; j++) {
+        char *y = (char *)l->y + ((first_row + j) * l->n + first_n) * size;
+        p->kernels->store(out + j * ROWS, factor, scale, l->bias == NULL ? NULL : l->bias + first_n, y, l->dtype, n);
+    }
+}
+
+/* One or two groups times a chunk. */
+static void multiply_groups(const struct product *p, int64_t group, int count, int64_t chunk,
+                            const uint8_t *prefetch_end) {
+    const struct linear *l = p->l;
+    const int64_t begin = chunk_begin(p, chunk), tiles = num_tiles(l->k), bytes = group_bytes(l->format, l->k);
+    const int64_t values = begin * tiles * TILE_K, blocks = begin * tiles * (TILE_K / block_size(l->format));
+    const struct group w = {l->groups + group * bytes + HEADER, bytes, tiles, count, l->format, prefetch_end};
     const struct chunk x = {
         .m = (int)(chunk_begin(p, chunk + 1) - begin),
         .floats = p->floats + values,
@@ -81,45 +100,46 @@ static void multiply_group(const struct product *p, int64_t group, int64_t chunk
         .scale = p->scale + blocks,
         .offset = p->offset + blocks,
     };
-    float out[MAX_CHUNK * ROWS], factor[ROWS];
+    float out[MAX_GROUPS * MAX_CHUNK * ROWS];
     if (l->activation != EXACT) {
-        p->kernels->dot_bytes(stream + HEADER, tiles, l->format, &x, out);
+        p->kernels->dot_bytes(&w, &x, out);
     } else if (p->use_pairs) {
-        p->kernels->dot_pairs(stream + HEADER, tiles, l->format, &x, out);
+        p->kernels->dot_pairs(&w, &x, out);
     } else {
-        p->kernels->dot_floats(stream + HEADER, tiles, l->format, &x, out);
+        p->kernels->dot_floats(&w, &x, out);
     }
-    memcpy(factor, stream, sizeof(factor));
-    static const float halves[] = {[EXACT] = 1.0f, [INT8] = 0.5f, [FP4] = 0.25f};
-    const float powers = halves[l->activation] * (l->format == NVFP4 ? NVFP4_SCALE_UP : 1.0f);
-    const float scale = powers * (l->activation == FP4 ? l->global_scale * l->x_global_scale : l->global_scale);
-    const int64_t size = l->dtype == FP32 ? 4 : 2;
-    for (int j = 0; j < x.m; j++) {
-        char *y = (char *)l->y + ((p->first_row + begin + j) * l->n + first_n) * size;
-        p->kernels->store(out + j * ROWS, factor, scale, l->bias == NULL ? NULL : l->bias + first_n, y, l->dtype, n);
-    }
+    for (int g = 0; g < count; g++) store_group(p, group + g, p->first_row + begin, x.m, out + g * x.m * ROWS);
 }
 
 /* A piece is some groups times some chunks. Its groups stay in the cache while the chunks pass over them. */
-static void multiply_piece(const struct product *p, int64_t piece) {
+static void multiply_piece(const struct product *p, int64_t piece, const uint8_t *prefetch_end) {
     const int64_t groups = ceil_div(p->l->n, ROWS), across = ceil_div(groups, p->groups_a_piece);
     const int64_t group = piece % across * p->groups_a_piece, chunk = piece / across * p->chunks_a_piece;
     const int64_t group_end = group + p->groups_a_piece < groups ? group + p->groups_a_piece : groups;
     const int64_t chunk_end = chunk + p->chunks_a_piece < p->num_chunks ? chunk + p->chunks_a_piece : p->num_chunks;
     for (int64_t c = chunk; c < chunk_end; c++) {
-        for (int64_t g = group; g < group_end; g++) multiply_group(p, g, c);
+        const int most = chunk_begin(p, c + 1) - chunk_begin(p, c) == MAX_CHUNK ? p->kernels->groups_at_once : 1;
+        for (int64_t g = group; g < group_end;) {
+            const int count = group_end - g < most ? (int)(group_end - g) : most;
+            multiply_groups(p, g, count, c, prefetch_end);
+            g += count;
+        }
     }
 }
 
 static int64_t share_begin(const struct product *p, int share) { return p->num_pieces * share / p->threads; }
 
+/* Where a piece of a product with a single chunk begins. */
+static const uint8_t *piece_memory(const struct product *p, int64_t piece) {
+    const int64_t groups = ceil_div(p->l->n, ROWS), group = piece * p->groups_a_piece;
+    return p->l->groups + (group < groups ? group : groups) * group_bytes(p->l->format, p->l->k);
+}
+
 /* Asks for the first bytes of a thread's share. Memory takes as long to answer as x takes to be filled in. */
 static void prefetch_share(const struct product *p, int thread) {
-    const int64_t groups = ceil_div(p->l->n, ROWS), bytes = group_bytes(p->l->format, p->l->k);
-    const int64_t group = share_begin(p, thread) % ceil_div(groups, p->groups_a_piece) * p->groups_a_piece;
-    const uint8_t *begin = p->l->groups + group * bytes;
-    const int64_t left = (groups - group) * bytes, wanted = left < PREFETCH_BYTES ? left : PREFETCH_BYTES;
-    for (int64_t i = 0; i < wanted; i += 64) __builtin_prefetch(begin + i);
+    const uint8_t *begin = piece_memory(p, share_begin(p, thread)), *end = piece_memory(p, share_begin(p, thread + 1));
+    const int64_t most = thread == 0 ? PREFETCH_BYTES : WAITING_PREFETCH_BYTES;
+    for (int64_t i = 0; i < most && i < end - begin; i += 64) __builtin_prefetch(begin + i);
 }
 
 /* Each thread takes the pieces of its own share, which are one stream of memory, then what others have left of theirs. */
@@ -128,7 +148,10 @@ static void multiply_pieces(void *state, int thread) {
     for (int i = 0; i < p->threads; i++) {
         const int share = (thread + i) % p->threads;
         const int64_t end = share_begin(p, share + 1);
-        for (int64_t piece; (piece = atomic_fetch_add(&p->shares[share].next, 1)) < end;) multiply_piece(p, piece);
+        const uint8_t *prefetch_end = p->num_chunks > 1 ? NULL : piece_memory(p, end); /* many chunks: it is in the cache */
+        for (int64_t piece; (piece = atomic_fetch_add(&p->shares[share].next, 1)) < end;) {
+            multiply_piece(p, piece, prefetch_end);
+        }
     }
 }
 
@@ -150,7 +173,8 @@ static int64_t at_least(int64_t value, int64_t least) { return value > least ? v
 static void plan_pieces(struct product *p) {
     const int threads = p->threads;
     const int64_t groups = ceil_div(p->l->n, ROWS), bytes = group_bytes(p->l->format, p->l->k);
-    const int64_t fair = at_least(groups / ((int64_t)threads * PIECES_A_THREAD), 1);
+    const int64_t least = p->num_rows < MAX_CHUNK ? 1 : p->kernels->groups_at_once;
+    const int64_t fair = at_least(groups / ((int64_t)threads * PIECES_A_THREAD), least);
     const int64_t cached = at_least(CACHED_BYTES / bytes, 1);
     p->chunks_a_piece = p->num_chunks;
     p->groups_a_piece = p->num_chunks > 1 && cached < fair ? cached : fair;

@@ -1,8 +1,8 @@
 """Linears over NVFP4 and MXFP4 weights on the CPU.
 
 Two ways for activations. EXACT multiplies them as they are: weights are decoded exactly, sums are fp32, and the result
-is rounded once. INT8 rounds them to 8 bits with a scale of amax / 127 per block of 16 (NVFP4) or 32 (MXFP4), which adds
-an error of about 0.4 % of a block's rms to each, and sums integers. It is another model, so a caller asks for it.
+is rounded once. INT8 rounds them to 8 bits with a scale of amax / 127 per block of 16 (NVFP4) or 32 (MXFP4), and sums
+integers: normal activations get an error of 0.5 to 0.6 % of their rms. It is another model, so a caller asks for it.
 
 bf16 activations that are subnormal count as zero where the processor multiplies bf16 (AVX512_BF16).
 """

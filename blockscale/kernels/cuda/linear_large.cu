@@ -2,9 +2,8 @@
 //
 // Computed as y^T = weight * x^T, so that the weights are wgmma's operand from registers: they are read from shared
 // memory as 4-bit codes, decoded by each warp for its own 16 rows, and never written back. Activations are the operand
-// from shared memory, in their natural order: lane t of a quad needs columns 2t, 2t+1, 2t+8, 2t+9 of sixteen, which lie
-// in the words of the lane that owns that block of sixteen. All four lanes read those words (a broadcast) and take
-// their own register out of each (pairs.cuh).
+// from shared memory. A lane's codes are 16 consecutive columns; so that it need not exchange them with its neighbours,
+// the columns of the activations are brought into the same order beforehand, by `order_activations`.
 //
 // A thread block is one warpgroup that copies (one warp for activations through a tensor map, one for weights) and two
 // that multiply, each 64 * BLOCKS rows by TOKENS tokens. Both kinds of copies have a ring of stages. A cluster of two
@@ -12,13 +11,13 @@
 // reading them from L2 is what would limit the kernel.
 //
 // While a group of four wgmmas runs, the warp decodes the weights of the next one, two instructions' worth at a time: a
-// warp stands still until the last but one of its wgmmas has begun.
+// warp that queues all four first stands still until the last of them may begin.
 // Tiles, or parts of tiles along K, are dealt out by `part_of`. The thread block that begins a tile finishes it: it adds
 // the others' partial sums, in the order of K, so that results do not depend on timing.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "pairs.cuh"
+#include "large_parts.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -34,7 +33,7 @@ struct Args {
   const float* bias_fp32;      // [n], at most one of the two
   const void* bias;            // [n], the type of y
   float* partials;             // [grid][accumulators / 4][MULTIPLIERS][4]
-  u32* flags;                  // [grid], zero between launches
+  u32* flags;                  // [grid], zeros: order_activations clears them
   int m, n, row_tiles32;
   int row_tiles, token_tiles, band;  // in tiles of a cluster
   Deal deal;
@@ -50,11 +49,10 @@ __device__ __forceinline__ u32 round_to_pair(float low, float high) {
   return r;
 }
 
-template <int BLOCKS_, int TOKENS_, int CLUSTER_, int TYPE_, int FORMAT_, bool IS_ORDERED_, int X_STAGES_, int W_STAGES_>
+template <int BLOCKS_, int TOKENS_, int CLUSTER_, int TYPE_, int FORMAT_, int X_STAGES_, int W_STAGES_>
 struct Shape {
   static constexpr int BLOCKS = BLOCKS_, TOKENS = TOKENS_, CLUSTER = CLUSTER_;
   static constexpr int TYPE = TYPE_, FORMAT = FORMAT_;
-  static constexpr bool IS_ORDERED = IS_ORDERED_;
   static constexpr int X_STAGES = X_STAGES_, W_STAGES = W_STAGES_;
   static constexpr int ROWS = 128 * BLOCKS, ROW_TILES = ROWS / 32;
   static constexpr int X_BYTES = TOKENS * 128;            // a stage: 64 columns
@@ -106,7 +104,8 @@ __device__ __forceinline__ void copy_activations(const TensorMap& map, const Arg
 template <class S>
 __device__ __forceinline__ void copy_weights(const Args& a, u32 base, u32 rank, int worker, int lane) {
   Ring<S::W_STAGES> ring(base + S::BARRIERS_AT + 2 * S::X_STAGES * 8);
-  const u64 policy = a.token_tiles == 1 ? policy_evict_first() : policy_evict_last();
+  // Weights that are read once shall not drive the activations out of L2.
+  const u64 policy = a.token_tiles == 1 ? policy_evict_first() : policy_evict_normal();
   for (int i = 0;; ++i) {
     const Part part = part_of(a.deal, worker, i);
     if (part.begin == part.end) break;
@@ -125,42 +124,26 @@ __device__ __forceinline__ void copy_weights(const Args& a, u32 base, u32 rank, 
   }
 }
 
-// What a lane reads of 16 rows x 64 columns, not decoded yet. `codes`, `scales`: those of lane 4g of the subtile.
+// What a lane reads of 16 rows x 64 columns, not decoded yet. `scales`: those of its rows in this quad's first block.
 template <class S>
 struct Raw {
-  static constexpr int PIECES = S::IS_ORDERED ? 1 : 4, SCALES = S::IS_ORDERED && S::FORMAT == NVFP4 ? 1 : 4;
-  uint4 codes[PIECES];
-  u32 scales[SCALES];
+  uint4 codes;
+  u32 bytes, other;  // scales; MXFP4: those of the even and the odd block
 
   __device__ __forceinline__ void load(u32 codes_at, u32 scales_at) {
-    const u32 own = threadIdx.x & 3;
-#pragma unroll
-    for (int j = 0; j < PIECES; ++j) codes[j] = load_16(codes_at + (S::IS_ORDERED ? own : j) * 16);
-    if constexpr (S::IS_ORDERED && S::FORMAT == MXFP4)
-      scales[0] = load_2(scales_at + (own & 2) * 8), scales[1] = load_2(scales_at + (own | 1) * 8);
-    else
-#pragma unroll
-      for (int j = 0; j < SCALES; ++j) scales[j] = load_2(scales_at + (S::IS_ORDERED ? own : j) * 8);
+    const u32 t = threadIdx.x & 3;
+    codes = load_16(codes_at);
+    bytes = load_2(scales_at + (S::FORMAT == MXFP4 ? t & 2 : t) * 8);
+    if constexpr (S::FORMAT == MXFP4) other = load_2(scales_at + (t | 1) * 8);
   }
 
   // The fragments of instructions 2 * half and 2 * half + 1.
-  __device__ __forceinline__ void decode(u32* a, int half, Rotation rotation) const {
-    if constexpr (S::IS_ORDERED) {
-      const uint4 q = codes[0];
-      own_fragments_of<S::TYPE, S::FORMAT>({q.x, q.y, q.z, q.w}, scales[0], scales[0], scales[SCALES > 1], half, a);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int j = 2 * half + i;
-        const uint4 q = codes[j];
-        const u32 first = scales[j & 2], second = scales[j | 1];
-        fragment_of<S::TYPE, S::FORMAT>({q.x, q.y, q.z, q.w}, scales[j], first, second, rotation, a + 4 * i);
-      }
-    }
+  __device__ __forceinline__ void decode(u32* a, int half) const {
+    fragments_of<S::TYPE, S::FORMAT>({codes.x, codes.y, codes.z, codes.w}, bytes, bytes, other, half, a);
   }
 };
 
-// Adds or stores what a thread block owes to another, or is owed: accumulators in coalesced order.
+// Where the partial sums of a thread block lie, from this thread's first on: accumulators in coalesced order.
 template <class S>
 __device__ __forceinline__ float4* partials_of(const Args& a, int block) {
   return (float4*)a.partials + (size_t)block * (S::ACCUMULATORS / 4) * MULTIPLIERS + (threadIdx.x - COPIERS);
@@ -190,7 +173,6 @@ __device__ __forceinline__ void take_partials(float (&d)[S::BLOCKS][S::TOKENS / 
       const Patience patience;
       for (u32 is_there = 0; !is_there; patience.check())
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_there) : "l"(a.flags + block) : "memory");
-      a.flags[block] = 0;  // for the next launch
       __threadfence();
     }
     named_sync(1, MULTIPLIERS);
@@ -278,12 +260,11 @@ template <class S>
 __device__ __forceinline__ void multiply(const Args& a, u32 base, u32 rank, int worker) {
   constexpr int TOKENS = S::TOKENS, BLOCKS = S::BLOCKS;
   const int group = threadIdx.x / 128 - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const Rotation rotation = rotation_of(lane & 3);
   Ring<S::X_STAGES> x(base + S::BARRIERS_AT);
   Ring<S::W_STAGES> w(base + S::BARRIERS_AT + 2 * S::X_STAGES * 8);
   // Of the 16 rows of this warp in block b: tile (4 * (group * BLOCKS + b) + warp) / 2, half warp % 2 of it.
   const u32 in_stage = (2 * group * BLOCKS + warp / 2) * TILE_BYTES;
-  const u32 codes_at = in_stage + warp % 2 * 512 + lane / 4 * 64;
+  const u32 codes_at = in_stage + warp % 2 * 512 + lane * 16;
   const u32 scales_at = in_stage + TILE_CODES + warp % 2 * 2 + lane / 4 * 32;
 
   for (int i = 0;; ++i) {
@@ -305,8 +286,8 @@ __device__ __forceinline__ void multiply(const Args& a, u32 base, u32 rank, int 
     };
     wait(w.full(), w.parity);
     load_group(0);
-    raw.decode(fragments[0], 0, rotation);
-    raw.decode(fragments[0] + 8, 1, rotation);
+    raw.decode(fragments[0], 0);
+    raw.decode(fragments[0] + 8, 1);
 
 #pragma unroll 1
     for (int step = part.begin; step < part.end; ++step) {
@@ -333,7 +314,7 @@ __device__ __forceinline__ void multiply(const Args& a, u32 base, u32 rank, int 
             wgmma<TOKENS, S::TYPE == FP16>(d[b], now + 4 * j, operand + j * OPERAND_STEP);
           wgmma_commit();
           wgmma_wait<2>();  // the same half of the group before has read its fragments
-          if (has_next) raw.decode(next + 8 * half, half, rotation);
+          if (has_next) raw.decode(next + 8 * half, half);
         }
         if (b == 0) {  // all of the group before has read its activations
           if (done != 0) release<S>(done, lane);
@@ -363,10 +344,10 @@ __device__ __forceinline__ void multiply(const Args& a, u32 base, u32 rank, int 
 
 }  // namespace
 
-template <int BLOCKS, int TOKENS, int CLUSTER, int TYPE, int FORMAT, bool IS_ORDERED, int X_STAGES, int W_STAGES>
+template <int BLOCKS, int TOKENS, int CLUSTER, int TYPE, int FORMAT, int X_STAGES, int W_STAGES>
 __global__ void __launch_bounds__(THREADS, 1)
     linear_large(const __grid_constant__ TensorMap x, const __grid_constant__ Args a) {
-  using S = Shape<BLOCKS, TOKENS, CLUSTER, TYPE, FORMAT, IS_ORDERED, X_STAGES, W_STAGES>;
+  using S = Shape<BLOCKS, TOKENS, CLUSTER, TYPE, FORMAT, X_STAGES, W_STAGES>;
   static_assert(S::SHARED_BYTES <= 232448 && S::W_BYTES % 128 == 0);
   extern __shared__ unsigned char shared[];
   const u32 base = (shared_address(shared) + 1023) & ~1023u;  // the swizzle counts in atoms of 1,024 bytes
@@ -402,7 +383,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if constexpr (CLUSTER > 1) cluster_sync();
 }
 
-// Activations [m, k] with their columns in the order of the weights' (IS_ORDERED): of each 64, which are 4 x 8 pairs,
+// Activations [m, k] with their columns in the order of the weights' fragments: of each 64, which are 4 x 8 pairs,
 // the transpose. out[m, padded_k], zeros beyond k. A thread 16 bytes of `out`. Also clears the flags of the product.
 extern "C" __global__ void __launch_bounds__(256)
     order_activations(const u32* __restrict__ x, long long stride, u32* __restrict__ out, int m, int k, int padded_k,

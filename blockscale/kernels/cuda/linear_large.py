@@ -8,7 +8,6 @@ activations an MXFP4 weight is what float16 holds of it (2^-24 to 65504); every 
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from blockscale.errors import FormatError
 from blockscale.formats.spec import MXFP4
 from blockscale.kernels.checks import check_activation, check_bias, check_contiguous, check_same_device, rows
-from blockscale.kernels.cuda.tensor_map import ROW_ALIGNMENT, tensor_map
+from blockscale.kernels.cuda.tensor_map import tensor_map
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.layouts import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, tiles_shape
 from blockscale.kernels.nvrtc import Kernel, Program, launch, load
@@ -38,7 +37,6 @@ class Tiling:
     cluster   thread blocks that share activations: 1 or 2
     x_stages  depth of the ring of activations, 64 columns a stage
     w_stages  depth of the ring of weights, 128 columns a stage
-    is_ordered  the columns of the activations are first brought into the order of the weights', by a kernel of its own
     """
 
     blocks: int
@@ -46,7 +44,6 @@ class Tiling:
     cluster: int
     x_stages: int
     w_stages: int
-    is_ordered: bool = False
 
     @property
     def rows(self) -> int:
@@ -66,20 +63,22 @@ class Tiling:
 
     def name(self, activation: torch.dtype, is_mxfp4: bool) -> str:
         """Name expression of the kernel."""
-        kind = (int(activation is torch.float16), int(is_mxfp4), int(self.is_ordered))
+        kind = (int(activation is torch.float16), int(is_mxfp4))
         numbers = (self.blocks, self.tokens, self.cluster, *kind, self.x_stages, self.w_stages)
         return f"linear_large<{', '.join(map(str, numbers))}>"
 
 
 WIDE = Tiling(blocks=1, tokens=256, cluster=2, x_stages=5, w_stages=4)
 MIDDLE = Tiling(blocks=2, tokens=128, cluster=2, x_stages=6, w_stages=5)
-NARROW = Tiling(blocks=2, tokens=64, cluster=2, x_stages=8, w_stages=7)
-TILINGS = (WIDE, MIDDLE, NARROW)
+MIDDLE_LOW = Tiling(blocks=1, tokens=128, cluster=2, x_stages=8, w_stages=6)
+NARROW = Tiling(blocks=2, tokens=64, cluster=1, x_stages=8, w_stages=7)
+NARROW_LOW = Tiling(blocks=1, tokens=64, cluster=1, x_stages=8, w_stages=12)
+TILINGS = (WIDE, MIDDLE, MIDDLE_LOW, NARROW, NARROW_LOW)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one product is dealt out: see `part_of` in pairs.cuh.
+    """How one product is dealt out: see `part_of` in large_parts.cuh.
 
     row_tiles, token_tiles  tiles of a cluster
     band                    token tiles that are computed side by side
@@ -106,10 +105,19 @@ _BAND_TOKENS = 1024  # activations that stay in L2 while the weights pass by: 16
 _MIN_FILL = 0.93  # of the last wave, above which splitting tiles gains less than it costs
 
 
+def choose(m: int, n: int, device: Device) -> Tiling:
+    """The tiling for x [m, k] and a weight of n rows: tokens by m, and lower tiles where high ones are too few."""
+    if m > 128 and not 256 < m <= 384:
+        return WIDE
+    high, low = (NARROW, NARROW_LOW) if m <= 64 else (MIDDLE, MIDDLE_LOW)
+    tiles = -(-n // high.rows) * -(-m // high.tokens)
+    return low if 2 * tiles <= device.num_sms // high.cluster else high
+
+
 def plan(m: int, n: int, k: int, device: Device, tiling: Tiling | None = None) -> Plan:
     """How x [m, k] times a weight [n, k] is computed on `device`; a tiling by the number of rows, if none is given."""
     if tiling is None:
-        tiling = NARROW if m <= 64 else MIDDLE if m <= 128 or 256 < m <= 384 else WIDE
+        tiling = choose(m, n, device)
     row_tiles, token_tiles = -(-n // tiling.rows), -(-m // tiling.tokens)
     steps, tiles = tiles_shape(n, k)[1], row_tiles * token_tiles
     workers = min(device.num_sms // tiling.cluster, tiles * steps)
@@ -154,7 +162,7 @@ def linear(
     misread.
     """
     _check(x, weight, bias)
-    flat = _aligned_rows(x)
+    flat = _even_rows(x)
     y = torch.empty(flat.shape[0], weight.n, dtype=x.dtype, device=x.device)
     if flat.shape[0]:
         run(plan(flat.shape[0], weight.n, weight.k, describe(x.device), tiling), flat, weight, bias, y, is_programmatic)
@@ -164,16 +172,15 @@ def linear(
 def run(
     p: Plan, x: Tensor, weight: PreparedWeight, bias: Tensor | None, y: Tensor, is_programmatic: bool = False
 ) -> None:
-    """One launch into y [M, N], contiguous. x [M, K], M > 0: rows of stride 1 that begin at multiples of 16 bytes."""
+    """Two launches into y [M, N], contiguous. x [M, K], M > 0: rows of stride 1 that begin at multiples of four bytes.
+
+    The first brings the columns of x into the order of the weights' fragments, in memory of its own: M * K * 2 bytes.
+    """
     (m, _), device, tiling = x.shape, x.device, p.tiling
     grid = p.workers * tiling.cluster
     partials = torch.empty(grid * tiling.partial_bytes if p.is_split else 0, dtype=torch.uint8, device=device)
-    num_flags = grid if p.is_split else 0
-    if tiling.is_ordered:  # by a kernel that clears the flags as well, and that the product overlaps
-        flags = torch.empty(num_flags, dtype=torch.int32, device=device)
-        x, is_programmatic = _ordered(x, flags, is_programmatic), True
-    else:
-        flags = _flags(num_flags, device) if num_flags else partials
+    flags = torch.empty(grid if p.is_split else 0, dtype=torch.int32, device=device)
+    ordered = _ordered(x, flags, is_programmatic)
     is_fp32 = bias is not None and bias.dtype == torch.float32
     address = 0 if bias is None else bias.data_ptr()
     arguments = _Arguments(
@@ -196,11 +203,11 @@ def run(
         _kernel(tiling, x.dtype, weight.format is MXFP4, describe(device)),
         (grid, 1, 1),
         (_THREADS, 1, 1),
-        [tensor_map(x, tiling.tokens // tiling.cluster, _COLUMNS), arguments],
+        [tensor_map(ordered, tiling.tokens // tiling.cluster, _COLUMNS), arguments],
         device=device,
         shared_bytes=tiling.shared_bytes,
         cluster=(tiling.cluster, 1, 1) if tiling.cluster > 1 else None,
-        is_programmatic=is_programmatic,
+        is_programmatic=True,  # reads weights while the activations are ordered
     )
 
 
@@ -246,29 +253,12 @@ def _check(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> None:
         raise FormatError(f"{_OP}: {x.numel() // weight.k} rows", hint="at most 2^30 - 1 rows at a time")
 
 
-def _aligned_rows(x: Tensor) -> Tensor:
-    """[M, K] whose rows begin at multiples of 16 bytes, as the copy engine needs: a view where that is one."""
+def _even_rows(x: Tensor) -> Tensor:
+    """[M, K] whose rows begin at multiples of four bytes: a view where that is one."""
     flat = rows(x)
-    if flat.data_ptr() % ROW_ALIGNMENT or (flat.shape[0] > 1 and flat.stride(0) * 2 % ROW_ALIGNMENT):
+    if flat.data_ptr() % 4 or (flat.shape[0] > 1 and flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat
-
-
-def _flags(count: int, device: torch.device) -> Tensor:
-    """int32 zeros [>= count]; the kernel leaves them as it found them.
-
-    Kernels of one stream follow each other, so a stream has one set. A graph that is captured gets its own and clears
-    them itself: it may be replayed on another stream.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _stream_flags(index, torch.cuda.current_stream(device).cuda_stream, max(1024, count))
-
-
-@cache
-def _stream_flags(index: int, stream: int, size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}")
 
 
 assert TILE_COLUMNS == 2 * _COLUMNS

@@ -32,6 +32,7 @@ struct Arguments {
   int steps_per_part, longer_parts;     // slots of K: the first `longer_parts` parts have one more
   int split, cluster;                   // blocks that share a tile's K, blocks of a cluster
   int is_programmatic, is_bias_fp32;
+  u32 zero;                             // 0, which the compiler does not know
 };
 
 constexpr int UNIT_BYTES = 2304, UNIT_CODE_BYTES = 2048, UNIT_COLUMNS = 128, LANE_BLOCK_BYTES = 512;
@@ -58,7 +59,7 @@ struct Plan {
 // One unit row block of a slot held in registers, times all of x: 16 rows x 64 columns, four matrix instructions.
 template <int TYPE, int FORMAT, int COLUMN_BLOCKS, int CHAINS>
 DEVICE void multiply_subtile(const uint4& codes, const u32 (&scales)[2], int scale_index,
-                             const uint4 (&x)[COLUMN_BLOCKS][2], float (&sums)[CHAINS][COLUMN_BLOCKS][4]) {
+                             const uint4 (&x)[COLUMN_BLOCKS][2], u32 zero, float (&sums)[CHAINS][COLUMN_BLOCKS][4]) {
   u32 top, top_other = 0, bottom, bottom_other = 0;  // scales of row g and of row g + 8
   if constexpr (FORMAT == NVFP4) {
     top = nvfp4_scale_pair<TYPE>(scales[0], scale_index);
@@ -70,8 +71,8 @@ DEVICE void multiply_subtile(const uint4& codes, const u32 (&scales)[2], int sca
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 a[4], b[4];
-    decode_word<TYPE, FORMAT>(half ? codes.y : codes.x, top, top_other, a);
-    decode_word<TYPE, FORMAT>(half ? codes.w : codes.z, bottom, bottom_other, b);
+    decode_word<TYPE, FORMAT>(half ? codes.y : codes.x, top, top_other, a, 64 + zero, 16 + zero);
+    decode_word<TYPE, FORMAT>(half ? codes.w : codes.z, bottom, bottom_other, b, 64 + zero, 16 + zero);
 #pragma unroll
     for (int i = 0; i < COLUMN_BLOCKS; i++) {
       multiply_16x8x16<TYPE>(sums[half * 2 % CHAINS][i], a[0], b[0], a[1], b[1], x[i][half].x, x[i][half].y);
@@ -119,7 +120,9 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
     const int group = warp / K_WARPS, k_warp = warp % K_WARPS;
     // What to fetch next: a step of a tile. Lane 0 does the fetching.
     int next_step = step_begin + k_warp, next_tile = next_step < step_end ? first_tile : num_tiles;
-    auto fetch = [&](int slot) {
+    // `nothing` is 0 made from what was read of the slot last. A refill must not be on its way before all reads of the
+    // slot have returned: stores of other warps can hold up reads for longer than a copy takes.
+    auto fetch = [&](int slot, u32 nothing) {
       if (next_tile >= num_tiles) return;
       if (lane == 0) {
         barrier_expect(ring_barrier + slot * 8, P::SLOT_BYTES);
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
         for (int r = 0; r < ROW_UNITS; r++) {
           // Row units past the end are read as the last one; their rows are not stored.
           const int row = min((next_tile * WARP_ROWS + group) * ROW_UNITS + r, args.num_row_units - 1);
-          const u32 unit = row * args.num_column_units + next_step * COLUMN_UNITS;
+          const u32 unit = row * args.num_column_units + next_step * COLUMN_UNITS + nothing;
           constexpr int BYTES = COLUMN_UNITS * UNIT_BYTES;
           copy_bulk_streaming(ring + slot * P::SLOT_BYTES + r * BYTES, args.weight + (u64)unit * UNIT_BYTES, BYTES,
                               ring_barrier + slot * 8, policy);
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
     // In an ordinary launch x goes into the queue of copies after the first slot, not after all of them.
     const int early = args.is_programmatic ? SLOTS : 1;
 #pragma unroll 1
-    for (int i = 0; i < early; i++) fetch(i);
+    for (int i = 0; i < early; i++) fetch(i, 0);
     // What lies beyond K in the rows of x is zero: weights there are padding, and 0 * NaN would be NaN.
     if (threadIdx.x < P::ZERO_BYTES / 16) ((uint4*)zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     if (x_bytes < own_steps * P::SLOT_X_BYTES) {
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
     if (is_shared_x) cluster_wait();
     else __syncthreads();
 #pragma unroll 1
-    for (int i = early; i < SLOTS; i++) fetch(i);
+    for (int i = early; i < SLOTS; i++) fetch(i, 0);
 
     // Where this lane finds its row of x in each block of 8 rows: only in the last block may there be none.
     const int last_row = (COLUMN_BLOCKS - 1) * 8 + g;
@@ -196,7 +199,7 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
           }
         }
         __syncwarp();
-        fetch(slot);
+        fetch(slot, codes[ROW_UNITS * COLUMN_UNITS - 1][3].w & args.zero);
         if (++slot == SLOTS) slot = 0, phase ^= 1;
 
         const u32 x_here = x_first + (step - step_begin) * P::SLOT_X_BYTES;
@@ -215,7 +218,8 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
 #pragma unroll
             for (int r = 0; r < P::ROW_BLOCKS; r++) {
               const int u = r / 2 * COLUMN_UNITS + c;
-              multiply_subtile<TYPE, FORMAT>(codes[u][kt * 2 + r % 2], scales[u][kt], r % 2 * 2, x, accumulators[r]);
+              multiply_subtile<TYPE, FORMAT>(codes[u][kt * 2 + r % 2], scales[u][kt], r % 2 * 2, x, args.zero,
+                                                      accumulators[r]);
             }
           }
         }
@@ -225,9 +229,10 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
       for (int r = 0; r < P::ROW_BLOCKS; r++)
 #pragma unroll
         for (int i = 0; i < COLUMN_BLOCKS; i++) {
-          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+          const float(&first)[4] = accumulators[r][0][i];
+          float4 v = make_float4(first[0], first[1], first[2], first[3]);
 #pragma unroll
-          for (int c = 0; c < CHAINS; c++) {
+          for (int c = 1; c < CHAINS; c++) {
             const float(&a)[4] = accumulators[r][c][i];
             v = make_float4(v.x + a[0], v.y + a[1], v.z + a[2], v.w + a[3]);
           }

@@ -152,12 +152,12 @@ def configuration(
     shape: tuple[int, int, int, int, int, int], split: int, cluster: int, m: int, n: int, device: Device
 ) -> Configuration | None:
     """`shape` with as many blocks as run at once and have work; None if the device has too few multiprocessors."""
-    row_units, column_units, *rest = shape
+    row_units, column_units, warps, slots, warp_rows, per_sm = shape
     # Multiprocessors come in groups whose size is no multiple of 4: a part of them has no place in larger clusters.
     num_sms = device.num_sms if cluster <= 2 else device.num_sms * 10 // 11
     along = cluster if split == 1 else 1
-    blocks = num_sms * shape[-1]
-    c = Configuration(row_units, column_units, -(-m // 8), *rest, split, cluster, blocks // (split * along) * along)
+    groups = num_sms * per_sm // (split * along) * along
+    c = Configuration(row_units, column_units, -(-m // 8), warps, slots, warp_rows, per_sm, split, cluster, groups)
     if c.groups == 0:
         return None
     return replace(c, groups=min(c.groups, -(-c.num_tiles(n) // along) * along))
@@ -194,6 +194,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("m", "n", "k", "num_row_units", "num_column_units")),
         *((name, ctypes.c_int) for name in ("num_tiles", "tiles_per_block", "steps_per_part", "longer_parts")),
         *((name, ctypes.c_int) for name in ("split", "cluster", "is_programmatic", "is_bias_fp32")),
+        ("zero", ctypes.c_uint32),
     ]
 
 

@@ -110,9 +110,9 @@ __device__ __forceinline__ u64 policy_evict_first() {
   return policy;
 }
 
-__device__ __forceinline__ u64 policy_evict_last() {
+__device__ __forceinline__ u64 policy_evict_normal() {
   u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -149,12 +149,6 @@ __device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap* map, in
 __device__ __forceinline__ uint4 load_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ uint2 load_8(u32 address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockscale.kernels.device import describe
 from blockscale.kernels.ops.library import define
-from blockscale.kernels.paged_cache import KVFormat, PagedCache
+from blockscale.kernels.paged_cache import KVFormat, LatentCache, PagedCache
 from blockscale.kernels.select import Kernel, Op, choose
 
 
@@ -53,6 +53,15 @@ def attention_prefill(
     return _PREFILL(q, *_parts(cache), page_table, lengths, cu_seqlens, scale, window, softcap, sinks)
 
 
+def attention_mla(q: Tensor, cache: LatentCache, page_table: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """[B, num_heads, latent_dim] like q: decode of multi-head latent attention, whose heads share key and value.
+
+    q  [B, num_heads, latent_dim + rope_dim]; the rest as in `attention_decode`
+    """
+    parts = (cache.pages, cache.block_scale, cache.scale, cache.rope_dim, cache.format.value, cache.dtype)
+    return _MLA(q, *parts, page_table, lengths, scale)
+
+
 @cache
 def launcher(op: Op, kernel: Kernel) -> Callable[..., Tensor]:
     """The function of a kernel, with the arguments of the op."""
@@ -61,12 +70,21 @@ def launcher(op: Op, kernel: Kernel) -> Callable[..., Tensor]:
             from blockscale.kernels.triton.attention_decode import attention_decode as decode
 
             return decode
+        if op is Op.ATTENTION_MLA:
+            from blockscale.kernels.triton.attention_mla import attention_mla as latent
+
+            return latent
         from blockscale.kernels.triton.attention_prefill import attention_prefill as prefill
 
         return prefill
     from blockscale.kernels.reference import attention as reference
 
-    return reference.attention_decode if op is Op.ATTENTION_DECODE else reference.attention_prefill
+    plain: dict[Op, Callable[..., Tensor]] = {
+        Op.ATTENTION_DECODE: reference.attention_decode,
+        Op.ATTENTION_PREFILL: reference.attention_prefill,
+        Op.ATTENTION_MLA: reference.attention_mla,
+    }
+    return plain[op]
 
 
 def _parts(
@@ -129,6 +147,29 @@ def _prefill(
     return run(q, cache, page_table, lengths, cu_seqlens, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
+def _mla(
+    q: Tensor,
+    pages: Tensor,
+    block_scale: Tensor | None,
+    cache_scale: Tensor | None,
+    rope_dim: int,
+    fmt: str,
+    dtype: torch.dtype,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    cache = LatentCache(KVFormat(fmt), pages, block_scale, cache_scale, rope_dim, dtype)
+    run = launcher(Op.ATTENTION_MLA, choose(Op.ATTENTION_MLA, describe(pages.device)).kernel)
+    return run(q, cache, page_table, lengths, scale=scale)
+
+
+def _fake_mla(
+    q: Tensor, pages: Tensor, block_scale: Tensor | None, cache_scale: Tensor | None, rope_dim: int, *others: object
+) -> Tensor:
+    return q.new_empty(*q.shape[:-1], q.shape[-1] - rope_dim)
+
+
 def _fake(q: Tensor, *others: object) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -149,4 +190,11 @@ _PREFILL = define(
     f"(Tensor q, {_CACHE}, Tensor page_table, Tensor lengths, Tensor cu_seqlens, {_OPTIONS}) -> Tensor",
     _prefill,
     _fake,
+)
+_MLA = define(
+    Op.ATTENTION_MLA.value,
+    "(Tensor q, Tensor pages, Tensor? block_scale, Tensor? cache_scale, int rope_dim, str format, ScalarType dtype, "
+    "Tensor page_table, Tensor lengths, float scale) -> Tensor",
+    _mla,
+    _fake_mla,
 )

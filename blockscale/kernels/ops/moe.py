@@ -11,7 +11,7 @@ from blockscale.kernels.device import describe
 from blockscale.kernels.experts import SILU, GatedActivation
 from blockscale.kernels.ops.library import define
 from blockscale.kernels.prepare import Layout, PreparedWeight
-from blockscale.kernels.select import Kernel, Op, choose
+from blockscale.kernels.select import Kernel, Op, usable
 
 
 def moe_w4a16(
@@ -57,6 +57,10 @@ def moe_w4a16(
 @cache
 def launcher(kernel: Kernel) -> Callable[..., Tensor]:
     """The function of a kernel, with the arguments of `moe_w4a16`."""
+    if kernel is Kernel.CUDA_MOE:
+        from blockscale.kernels.cuda.moe import moe as few_tokens
+
+        return few_tokens
     if kernel is Kernel.TRITON_MOE:
         from blockscale.kernels.triton.moe import moe
 
@@ -64,6 +68,18 @@ def launcher(kernel: Kernel) -> Callable[..., Tensor]:
     from blockscale.kernels.reference.moe import moe_w4a16 as reference
 
     return reference
+
+
+def kernel_for(x: Tensor, topk_ids: Tensor, gate_up: PreparedWeight, down: PreparedWeight) -> Kernel:
+    """The first that runs on the device; where that is for few tokens and has a reason against these, the next."""
+    device = describe(gate_up.device)
+    able = usable(Op.MOE_W4A16, device)
+    if able[0].kernel is Kernel.CUDA_MOE:
+        from blockscale.kernels.cuda.moe import why_not
+
+        if len(gate_up.shape) != 3 or topk_ids.dim() != 2 or why_not(x, topk_ids, gate_up, down, device) is not None:
+            return able[1].kernel
+    return able[0].kernel
 
 
 def _run(
@@ -90,13 +106,14 @@ def _run(
     def stack(packed: Tensor, block_scale: Tensor, global_scale: Tensor, shape: list[int]) -> PreparedWeight:
         return PreparedWeight(Layout.ROW_MAJOR, packed, block_scale, global_scale, tuple(shape), get_format(fmt), dtype)
 
-    kernel = choose(Op.MOE_W4A16, describe(gate_up.device)).kernel
-    return launcher(kernel)(
+    first = stack(gate_up, gate_up_block_scale, gate_up_global_scale, gate_up_shape)
+    second = stack(down, down_block_scale, down_global_scale, down_shape)
+    return launcher(kernel_for(x, topk_ids, first, second))(
         x,
         topk_ids,
         topk_weights,
-        stack(gate_up, gate_up_block_scale, gate_up_global_scale, gate_up_shape),
-        stack(down, down_block_scale, down_global_scale, down_shape),
+        first,
+        second,
         activation=GatedActivation(alpha, beta, limit, is_interleaved),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockscale.errors import UsageError
 from blockscale.kernels.checks import check_dtype, check_same_device, check_shape, describe_tensor
-from blockscale.kernels.paged_cache import PagedCache, dequantize_pages
+from blockscale.kernels.paged_cache import LatentCache, PagedCache, dequantize_pages
 
 
 def attention_decode(
@@ -73,6 +73,25 @@ def attention_prefill(
             part = q[begin:end]
             out[begin:end] = _attend(part, cache, page_table[b], lengths[b], position, scale, window, softcap, sinks)
     return out
+
+
+def attention_mla(q: Tensor, cache: LatentCache, page_table: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """[B, num_heads, latent_dim] like q: decode of multi-head latent attention, whose heads share key and value.
+
+    q  [B, num_heads, latent_dim + rope_dim]; a token's key is all of its page's row, its value the latent part
+    """
+    op, width = "attention_mla", cache.latent_dim + cache.rope_dim
+    check_dtype(op, "q", q, (cache.dtype,))
+    check_shape(op, "q", q, (lengths.shape[0], None, width))
+    check_dtype(op, "page_table", page_table, (torch.int32,))
+    check_dtype(op, "lengths", lengths, (torch.int32,))
+    check_shape(op, "page_table", page_table, (lengths.shape[0], None))
+    check_same_device(op, q=q, cache=cache.pages, page_table=page_table, lengths=lengths)
+    pages = cache.pages.unsqueeze(2)
+    block_scale = None if cache.block_scale is None else cache.block_scale.unsqueeze(2)
+    shared = PagedCache(cache.format, pages, pages, block_scale, block_scale, cache.scale, cache.scale, cache.dtype)
+    out = attention_decode(q, shared, page_table, lengths, scale=scale)
+    return out[..., : cache.latent_dim].contiguous()
 
 
 def _attend(

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from blockscale.kernels.ops.attention import launcher
-from blockscale.kernels.paged_cache import KVFormat, PagedCache, allocate, dequantize_pages
+from blockscale.kernels.paged_cache import KVFormat, LatentCache, PagedCache, allocate, dequantize_pages
 from blockscale.kernels.reference.kv import quantize_kv
 from blockscale.kernels.select import Choice, Op
 from blockscale.kernels.selftest.outcome import check_near, rounding
 
 _HEADS, _KV_HEADS, _DIM, _PAGE, _PAGES = 8, 2, 64, 16, 40
+_LATENT, _ROPE = 128, 32
 _LENGTHS = (0, 1, 37, 200)
 _OPTIONS: tuple[dict[str, float], ...] = ({}, {"window": 24, "softcap": 30.0})
 
@@ -43,6 +44,30 @@ def test_attention(choice: Choice, device: torch.device) -> str:
     return f"{count} cases, at most {worst:.2f} of what rounding explains"
 
 
+def test_mla(choice: Choice, device: torch.device) -> str:
+    """Every cache format; sequences of no, one and many tokens."""
+    run = launcher(choice.op, choice.kernel)
+    worst = 0.0
+    table, slots = _pages()
+    lengths = torch.tensor(_LENGTHS, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(3)
+    for fmt in KVFormat:
+        # one head of keys of latent and position; the values that are written beside them are not looked at
+        wide = _filled(fmt, slots, num_kv_heads=1, head_dim=_LATENT + _ROPE)
+        keys = dequantize_pages(fmt, wide.k, wide.k_block_scale, wide.k_scale).flatten(0, 1)[slots].double()
+        q = torch.randn(len(_LENGTHS), _HEADS, _LATENT + _ROPE, generator=generator).bfloat16()
+        wide = _moved(wide, device)
+        scales = None if wide.k_block_scale is None else wide.k_block_scale[:, :, 0].contiguous()
+        cache = LatentCache(fmt, wide.k[:, :, 0].contiguous(), scales, wide.k_scale, _ROPE, wide.dtype)
+        y = run(q.to(device), cache, table.to(device), lengths.to(device), scale=0.1).cpu()
+        k = keys.expand(-1, _HEADS, -1)
+        scaled = (q.double() * 0.1 * (_LATENT + _ROPE) ** 0.5, k, k[..., :_LATENT])
+        expected, size = _dense(*scaled, [1] * len(_LENGTHS), None)
+        bound = size * 2.0**-8 + rounding(expected, q.dtype)
+        worst = max(worst, check_near(fmt.value, y, expected, bound))
+    return f"{len(KVFormat)} cases, at most {worst:.2f} of what rounding explains"
+
+
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, new: list[int], sinks: Tensor | None, window: float = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +75,8 @@ def _dense(
 
     The last `new` tokens of each sequence ask; one of a sequence without tokens gets zeros.
     """
-    out, size = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
+    size = torch.zeros_like(out)
     first = row = 0
     for length, count in zip(_LENGTHS, new, strict=True):
         for i in range(count):
@@ -58,7 +84,7 @@ def _dense(
             begin = max(0, last + 1 - int(window)) if window else 0
             keys, values = k[first + begin : first + last + 1], v[first + begin : first + last + 1]
             if len(keys):
-                logits = torch.einsum("hd,thd->ht", q[row].double(), keys) / _DIM**0.5
+                logits = torch.einsum("hd,thd->ht", q[row].double(), keys) / q.shape[2] ** 0.5
                 logits = softcap * torch.tanh(logits / softcap) if softcap else logits
                 every = logits if sinks is None else torch.cat((logits, sinks.double()[:, None]), dim=1)
                 weights = torch.softmax(every, dim=1)[:, : len(keys)]
@@ -83,16 +109,16 @@ def _pages() -> tuple[Tensor, Tensor]:
     return table, torch.tensor(slots)
 
 
-def _filled(fmt: KVFormat, slots: Tensor) -> PagedCache:
+def _filled(fmt: KVFormat, slots: Tensor, num_kv_heads: int = _KV_HEADS, head_dim: int = _DIM) -> PagedCache:
     """Random tokens at `slots`, NaN everywhere else."""
-    cache = allocate(fmt, _PAGES, _PAGE, _KV_HEADS, _DIM, k_scale=0.02, v_scale=0.01, device="cpu")
+    cache = allocate(fmt, _PAGES, _PAGE, num_kv_heads, head_dim, k_scale=0.02, v_scale=0.01, device="cpu")
     for part in (cache.k, cache.v, cache.k_block_scale, cache.v_block_scale):
         if part is not None and part.element_size() == 2:
             part.fill_(torch.nan)
         elif part is not None:
             part.view(torch.uint8).fill_(0x7F)
     generator = torch.Generator().manual_seed(2)
-    k, v = (torch.randn(slots.shape[0], _KV_HEADS, _DIM, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(slots.shape[0], num_kv_heads, head_dim, generator=generator).bfloat16() for _ in range(2))
     quantize_kv(cache, k, v, slots)
     return cache
 

@@ -28,7 +28,9 @@ def test_linear(choice: Choice, device: torch.device) -> str:
     worst, count = 0.0, 0
     formats = (NVFP4,) if choice.op is Op.LINEAR_W4A4 or choice.kernel is Kernel.HUMMING else (NVFP4, MXFP4)
     for fmt, dtype in pairs(formats, (torch.bfloat16, torch.float16)):
-        for m in filter(choice.is_for, ROWS):
+        # every number of rows for what most models are; a kernel is built anew for each kind of it
+        served = [m for m in ROWS if choice.is_for(m)]
+        for m in served if (fmt, dtype) == (NVFP4, torch.bfloat16) else served[1:2]:
             what = f"{fmt.name}, {str(dtype).removeprefix('torch.')}, M = {m}"
             generator = torch.Generator().manual_seed(m)
             if choice.op is Op.LINEAR_W4A16:

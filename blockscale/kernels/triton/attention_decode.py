@@ -198,18 +198,21 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     partial_ptr, state_ptr, length_ptr, sink_ptr, out_ptr, num_heads, num_splits,
-    D: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, sequence): the splits' sums [splits, D] brought to one maximum and added in order."""
+    """Program (head, sequence, COLUMNS of D): the splits' sums brought to one maximum and added in fixed order."""
     sequence = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     row = sequence * num_heads + head
-    element = tl.arange(0, PADDED)
+    element = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     best = float("-inf")
     if HAS_SINK:
         best = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
     mass = 1.0 if HAS_SINK else 0.0
-    acc = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    length = tl.load(length_ptr + sequence)
+    if IS_DEPENDENT:  # launched while the splits end: from here on their results are there
+        tl.extra.cuda.gdc_wait()
     for first in tl.range(0, num_splits, STEP):
         split = first + tl.arange(0, STEP)
         is_split = split < num_splits
@@ -226,7 +229,7 @@ def _combine_kernel(
         mass = mass * shrink + tl.sum(share * weight, 0)
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         best = new_best
-    out = tl.where(tl.load(length_ptr + sequence) > 0, acc / mass, 0.0)
+    out = tl.where(length > 0, acc / mass, 0.0)
     tl.store(out_ptr + row * D + element, out.to(out_ptr.dtype.element_ty), mask=element < D)
 
 
@@ -242,6 +245,7 @@ class DecodePlan:
 
 # Programs that a multiprocessor holds at once, for the choice of splits: registers and shared memory allow them
 _RESIDENT = {KVFormat.BITS16: 2, KVFormat.FP8: 3, KVFormat.NVFP4: 3}
+_COMBINED_COLUMNS = 32
 _MIN_SPLIT_TOKENS = 256  # below this a split costs more in starting and combining than it saves
 
 
@@ -276,10 +280,14 @@ def decode_instructions(cache: PagedCache, device: Device) -> int:
 def combine(partial: Tensor, state: Tensor, lengths: Tensor, sinks: Tensor | None, out: Tensor) -> None:
     """Sums [batch, heads, splits, D] and (maximum, mass) [batch, heads, splits, 2] into out [batch, heads, D]."""
     batch, num_heads, splits, width = partial.shape
-    _combine_kernel[(num_heads, batch)](
+    capability = describe(out.device).capability
+    is_dependent = capability is not None and capability >= (9, 0)
+    # Few columns a program: the sum waits for memory alone, so that programs should be many
+    _combine_kernel[(num_heads, batch, -(-width // _COMBINED_COLUMNS))](
         partial, state, lengths, lengths if sinks is None else sinks, out, num_heads, splits,
-        D=width, PADDED=triton.next_power_of_2(width), STEP=min(16, triton.next_power_of_2(splits)),
-        HAS_SINK=sinks is not None, num_warps=4,
+        D=width, COLUMNS=_COMBINED_COLUMNS, STEP=min(64, triton.next_power_of_2(splits)),
+        HAS_SINK=sinks is not None, IS_DEPENDENT=is_dependent, num_warps=4,
+        **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
 
 

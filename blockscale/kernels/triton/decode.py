@@ -89,14 +89,15 @@ def _scaled_pair(word, scale, DTYPE: tl.constexpr, Q: tl.constexpr, MX: tl.const
     HALF: tl.constexpr = DTYPE == tl.float16
     bits = _pair(word, Q, HALF)
     if DTYPE == tl.float32:
-        low = (bits << 16).to(tl.float32, bitcast=True) * _2_126
-        high = (bits & -0x10000).to(tl.float32, bitcast=True) * _2_126
-        return tl.join(low * scale, high * scale)
-    if MX:  # E8M0 spans all of bf16's exponents: none is left to hold the inverse power
-        bits = multiply_pairs(bits, 0x7E807E80, HALF)  # 2^126 twice
-    bits = multiply_pairs(bits, scale, HALF)
-    low = (bits & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.join(low, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+        low = (bits << 16).to(tl.float32, bitcast=True) * _2_126 * scale
+        high = (bits & -0x10000).to(tl.float32, bitcast=True) * _2_126 * scale
+    else:
+        if MX:  # E8M0 spans all of bf16's exponents: none is left to hold the inverse power
+            bits = multiply_pairs(bits, 0x7E807E80, HALF)  # 2^126 twice
+        bits = multiply_pairs(bits, scale, HALF)
+        low = (bits & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -111,15 +112,17 @@ def _scaled_word(word, scale, DTYPE: tl.constexpr, MX: tl.constexpr):
 def _operand_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
     """uint8 scales -> what codes are multiplied by: fp32, or int32 that holds the bits of DTYPE twice."""
     if DTYPE == tl.float32:
-        return e8m0(byte)
-    if MX:
-        bits = _e8m0_bits(byte)
-    elif DTYPE == tl.float16:
-        bits = (_e4m3_half(byte).to(tl.float32) * 16384.0).to(tl.float16).to(tl.int16, bitcast=True)  # codes * 2^-14
+        factor = e8m0(byte)
     else:
-        bits = (_e4m3_half(byte).to(tl.float32) * _2_126).to(tl.bfloat16).to(tl.int16, bitcast=True)  # codes * 2^-126
-    wide = bits.to(tl.int32) & 0xFFFF
-    return wide | (wide << 16)
+        if MX:
+            bits = _e8m0_bits(byte)
+        elif DTYPE == tl.float16:  # codes come times 2^-14
+            bits = (_e4m3_half(byte).to(tl.float32) * 16384.0).to(tl.float16).to(tl.int16, bitcast=True)
+        else:  # 2^-126
+            bits = (_e4m3_half(byte).to(tl.float32) * _2_126).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        wide = bits.to(tl.int32) & 0xFFFF
+        factor = wide | (wide << 16)
+    return factor
 
 
 @triton.jit

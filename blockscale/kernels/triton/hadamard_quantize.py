@@ -13,15 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from blockscale.errors import FormatError
-from blockscale.kernels import checks
 from blockscale.kernels.triton.nvfp4_blocks import (
     LARGEST_GLOBAL_SCALE,
     columns,
     join_columns,
     load_halves,
     quantize_halves,
-    store_scales,
-    store_words,
+    store_codes,
+    tile_places,
+    widened,
 )
 from blockscale.kernels.triton.quantize import (
     BLOCK,
@@ -30,6 +30,7 @@ from blockscale.kernels.triton.quantize import (
     check_can_run,
     check_global_scale,
     empty_outputs,
+    near_rows,
     padded,
 )
 from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
@@ -92,16 +93,14 @@ def _hadamard_kernel(
     SWIZZLE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    place = tl.arange(0, ROWS * COLUMNS)
-    row = (tile // tiles_a_row).to(tl.int64) * ROWS + place // COLUMNS
-    block = (tile % tiles_a_row).to(tl.int64) * COLUMNS + place % COLUMNS
-    mask = (row < num_rows) & (block < num_blocks)
-    low, high = load_halves(x, row * row_stride + block * 16, mask)
-    low, high = rotate_halves(low, high, SIZE, FACTOR)
+    first_row, first_block, row, block, mask = tile_places(num_rows, num_blocks, tiles_a_row, ROWS, COLUMNS)
+    start = x + first_row * row_stride + first_block.to(tl.int64) * 16
+    low, high = load_halves(start, row * row_stride + block * 16, mask)
+    low, high = rotate_halves(widened(low), widened(high), SIZE, FACTOR)
     low_word, high_word, code = quantize_halves(low, high, tl.load(global_scale), FOUR_OVER_SIX, LARGEST)
-    store_words(packed, row * num_blocks + block, low_word, high_word, mask)
-    store_scales(block_scale, row, block, code, num_rows, num_blocks, SWIZZLE)
+    store_codes(
+        packed, block_scale, first_row, first_block, row, block, low_word, high_word, code, mask, num_blocks, SWIZZLE
+    )
 
 
 def hadamard_quantize(
@@ -125,7 +124,7 @@ def hadamard_quantize(
     check_global_scale(op, global_scale, x)
     check_can_run(op, x, _hadamard_kernel)
     packed, block_scale = empty_outputs(x.shape, x.device, swizzled)
-    flat = checks.rows(x)
+    flat = near_rows(x)
     num_rows, num_blocks = flat.shape[0], k // BLOCK
     tile = SWIZZLED_TILE if swizzled else STRIDED
     tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)

@@ -21,6 +21,7 @@ from blockscale.kernels.triton.nvfp4_blocks import (
     quantize_halves,
     store_halves,
     to_e4m3,
+    widened,
 )
 from blockscale.kernels.triton.quantize import check_can_run
 
@@ -67,6 +68,7 @@ def _write_side(
     head, part = (block // BLOCKS_A_HEAD).to(tl.int64), block % BLOCKS_A_HEAD
     mask = head < num_heads
     low, high = load_halves(values, token * values_token + head * values_head + part * 16, mask)
+    low, high = widened(low), widened(high)
     target = page * page_stride + place * place_stride + head * head_stride
     if FORMAT == _BITS16:
         store_halves(pages, target + part * 16, low, high, mask)

@@ -22,9 +22,10 @@ from blockscale.kernels.triton.nvfp4_blocks import (
     LARGEST_GLOBAL_SCALE,
     load_halves,
     quantize_halves,
+    store_codes,
     store_halves,
-    store_scales,
-    store_words,
+    store_swizzled,
+    widened,
 )
 from blockscale.kernels.triton.quantize import (
     BLOCK,
@@ -35,6 +36,7 @@ from blockscale.kernels.triton.quantize import (
     padded,
 )
 
+BLOCKS_A_WARP = 64
 _MOST_BLOCKS = 1024  # of a row that is held in registers; longer ones are read twice
 
 
@@ -54,19 +56,20 @@ class NormQuantized:
 
 @triton.jit
 def _load_sum(x, residual, offset, mask, HAS_RESIDUAL: tl.constexpr):
-    low, high = load_halves(x, offset, mask)
+    low, high = load_halves(x, offset, mask, True)
+    low, high = widened(low), widened(high)
     if HAS_RESIDUAL:
-        other_low, other_high = load_halves(residual, offset, mask)
-        low = (low + other_low).to(x.dtype.element_ty).to(tl.float32)
-        high = (high + other_high).to(x.dtype.element_ty).to(tl.float32)
+        other_low, other_high = load_halves(residual, offset, mask, True)
+        low = widened((low + widened(other_low)).to(x.dtype.element_ty))
+        high = widened((high + widened(other_high)).to(x.dtype.element_ty))
     return low, high
 
 
 @triton.jit
 def _normalize(half, weight, factor, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     y = half * factor
-    y = y * (1.0 + weight) if UNIT_OFFSET else y.to(DTYPE).to(tl.float32) * weight
-    return y.to(DTYPE).to(tl.float32)
+    y = y * (1.0 + weight) if UNIT_OFFSET else widened(y.to(DTYPE)) * weight
+    return widened(y.to(DTYPE))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
@@ -99,7 +102,7 @@ def _norm_kernel(
     if SWIZZLE and row >= num_rows:  # padding
         zero = tl.zeros([BLOCKS], tl.int32)
         for start in range(0, (num_blocks + 3) // 4 * 4, BLOCKS):
-            store_scales(block_scale, row, start + block, zero, num_rows, num_blocks, True)
+            store_swizzled(block_scale, row, 0, start + block, zero, num_blocks)
         return
     x += row * x_stride
     residual += row * residual_stride
@@ -124,13 +127,12 @@ def _norm_kernel(
         if HAS_RESIDUAL:  # after its last use as an input: both may be one tensor
             store_halves(new_residual, at * 16, low, high, mask)
         weight_low, weight_high = load_halves(weight, at * 16, at < num_blocks)
-        y_low = _normalize(low, weight_low, factor, x.dtype.element_ty, UNIT_OFFSET)
-        y_high = _normalize(high, weight_high, factor, x.dtype.element_ty, UNIT_OFFSET)
+        y_low = _normalize(low, widened(weight_low), factor, x.dtype.element_ty, UNIT_OFFSET)
+        y_high = _normalize(high, widened(weight_high), factor, x.dtype.element_ty, UNIT_OFFSET)
         if HAS_NORMED:
             store_halves(normed, at * 16, y_low, y_high, mask)
         low_word, high_word, code = quantize_halves(y_low, y_high, scale, FOUR_OVER_SIX, LARGEST)
-        store_words(packed + row * num_blocks * 2, at, low_word, high_word, mask)
-        store_scales(block_scale, row, at, code, num_rows, num_blocks, SWIZZLE)
+        store_codes(packed, block_scale, row, start, 0, block, low_word, high_word, code, mask, num_blocks, SWIZZLE)
 
 
 def rms_norm_quantize(
@@ -197,7 +199,7 @@ def rms_norm_quantize(
                 FOUR_OVER_SIX=four_over_six,
                 SWIZZLE=swizzled,
                 LARGEST=LARGEST_GLOBAL_SCALE[x.dtype],
-                num_warps=min(max(blocks // 64, 1), 16),
+                num_warps=min(max(blocks // BLOCKS_A_WARP, 1), 16),
                 enable_fp_fusion=False,
             )
     return NormQuantized(packed, block_scale, new_residual, normed)

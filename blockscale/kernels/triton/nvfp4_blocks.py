@@ -34,30 +34,55 @@ def _side_by_side(first, second):
 
 
 @triton.jit
-def _load(pointer, offset, mask, COUNT: tl.constexpr):
+def _load(pointer, offset, mask, COUNT: tl.constexpr, FILL: tl.constexpr):
     at = pointer + offset[:, None] + tl.arange(0, COUNT)[None, :]
-    return tl.load(at, mask=mask[:, None], other=0.0).to(tl.float32)
+    if FILL:
+        return tl.load(at, mask=mask[:, None], other=0.0)
+    return tl.load(at, mask=mask[:, None])
 
 
 @triton.jit
-def load_halves(pointer, offset, mask):
-    """fp32 [B, 8] twice: elements 0..7 and 8..15 of the blocks at element `offset` [B]; zeros where not `mask` [B]."""
-    if pointer.dtype.element_ty == tl.float32:  # 16 bytes a load, or neighbouring threads would share a half
-        low = _side_by_side(_load(pointer, offset, mask, 4), _load(pointer + 4, offset, mask, 4))
-        high = _side_by_side(_load(pointer + 8, offset, mask, 4), _load(pointer + 12, offset, mask, 4))
+def widened(x):
+    """fp32 of any float. bf16 by a shift: two of a word then cost one instruction each."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def unpacked_words(words, DTYPE: tl.constexpr):
+    """int32 [B, 4] that hold eight 16-bit floats of DTYPE -> fp32 [B, 8]."""
+    if tl.bfloat16 == DTYPE:
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & -65536).to(tl.float32, bitcast=True)
     else:
-        low, high = _load(pointer, offset, mask, 8), _load(pointer + 8, offset, mask, 8)
+        even = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return tl.reshape(tl.join(even, odd), [words.shape[0], 8])
+
+
+@triton.jit
+def load_halves(pointer, offset, mask, FILL: tl.constexpr = False):
+    """[B, 8] twice: elements 0..7 and 8..15 of the blocks at element `offset` [B], in the pointer's dtype.
+
+    Where not `mask` [B]: zeros if FILL, else anything.
+    """
+    if pointer.dtype.element_ty == tl.float32:  # 16 bytes a load, or neighbouring threads would share a half
+        low = _side_by_side(_load(pointer, offset, mask, 4, FILL), _load(pointer + 4, offset, mask, 4, FILL))
+        high = _side_by_side(_load(pointer + 8, offset, mask, 4, FILL), _load(pointer + 12, offset, mask, 4, FILL))
+    else:
+        low, high = _load(pointer, offset, mask, 8, FILL), _load(pointer + 8, offset, mask, 8, FILL)
     return low, high
 
 
 @triton.jit
 def _load_four_pairs(pointer, offset, mask):
-    return tl.split(tl.reshape(_load(pointer, offset, mask, 8), [offset.shape[0], 4, 2]))
+    return tl.split(tl.reshape(widened(_load(pointer, offset, mask, 8, False)), [offset.shape[0], 4, 2]))
 
 
 @triton.jit
 def load_pairs(pointer, offset, mask):
-    """(even low, odd low, even high, odd high) fp32 [B, 8] of 32 consecutive elements from `offset` [B] on."""
+    """(even low, odd low, even high, odd high) fp32 [B, 8] of 32 elements from `offset` [B]; any where masked."""
     even0, odd0 = _load_four_pairs(pointer, offset, mask)
     even1, odd1 = _load_four_pairs(pointer + 8, offset, mask)
     even2, odd2 = _load_four_pairs(pointer + 16, offset, mask)
@@ -206,10 +231,27 @@ def block_error(low, high, step):
 
 
 @triton.jit
-def magnitudes(low, high, global_scale):
-    """|x| / global scale of both halves: errors are compared in this unit, or their squares would leave fp32."""
-    divisor = tl.broadcast_to(global_scale, low.shape)
-    return tl.div_rn(tl.abs(low), divisor), tl.div_rn(tl.abs(high), divisor)
+def _rounded_quotient(x, divisor, first, rest):
+    """x / divisor to nearest: the quotient, which is within an ulp, and what it leaves (Markstein's theorem)."""
+    q = tl.fma(x, first, x * rest)
+    return tl.fma(tl.fma(-q, tl.broadcast_to(divisor, x.shape), x), first, q)
+
+
+@triton.jit
+def magnitudes(low, high, global_scale, DIVIDE: tl.constexpr):
+    """|x| / global scale of both halves: errors are compared in this unit, or their squares would leave fp32.
+
+    Where |x| is so small that the remainder underflows (not DIVIDE) the square is zero anyway.
+    """
+    low, high = tl.abs(low), tl.abs(high)
+    if DIVIDE:
+        divisor = tl.broadcast_to(global_scale, low.shape)
+        low, high = tl.div_rn(low, divisor), tl.div_rn(high, divisor)
+    else:
+        first, rest = reciprocal(global_scale)
+        low = _rounded_quotient(low, global_scale, first, rest)
+        high = _rounded_quotient(high, global_scale, first, rest)
+    return low, high
 
 
 @triton.jit
@@ -229,14 +271,15 @@ def encode_halves(low, high, scale, code, amax, global_scale, DIVIDE: tl.constex
 
 
 @triton.jit
-def _quantize_halves(low, high, global_scale, FOUR_OVER_SIX: tl.constexpr, DIVIDE: tl.constexpr):
+def quantize_halves_as(low, high, global_scale, FOUR_OVER_SIX: tl.constexpr, DIVIDE: tl.constexpr):
+    """`quantize_halves` in one of its two ways; DIVIDE serves any global scale."""
     amax = block_amax(low, high)
     six = 6.0 * global_scale
     first, rest = reciprocal(six)
     scale, code = scale_of_amax(amax, six, first, rest, DIVIDE)
     if FOUR_OVER_SIX:
         four, four_code = scale_of_amax(amax * 1.5, six, first, rest, DIVIDE)
-        low_magnitude, high_magnitude = magnitudes(low, high, global_scale)
+        low_magnitude, high_magnitude = magnitudes(low, high, global_scale, DIVIDE)
         error_of_six = block_error(low_magnitude, high_magnitude, scale)
         use_four = block_error(low_magnitude, high_magnitude, four) < error_of_six
         scale, code = tl.where(use_four, four, scale), tl.where(use_four, four_code, code)
@@ -258,10 +301,23 @@ def quantize_halves(low, high, global_scale, FOUR_OVER_SIX: tl.constexpr, LARGES
     LARGEST         LARGEST_GLOBAL_SCALE of the dtype whose numbers the halves hold
     """
     if is_usual(global_scale, LARGEST):
-        low_word, high_word, code = _quantize_halves(low, high, global_scale, FOUR_OVER_SIX, False)
+        low_word, high_word, code = quantize_halves_as(low, high, global_scale, FOUR_OVER_SIX, False)
     else:
-        low_word, high_word, code = _quantize_halves(low, high, global_scale, FOUR_OVER_SIX, True)
+        low_word, high_word, code = quantize_halves_as(low, high, global_scale, FOUR_OVER_SIX, True)
     return low_word, high_word, code
+
+
+@triton.jit
+def tile_places(num_rows, num_blocks, tiles_a_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's tile: (first row int64, first block, row and block within it int32 [B], what lies inside [B])."""
+    tile = tl.program_id(0)
+    first_row = (tile // tiles_a_row).to(tl.int64) * ROWS
+    first_block = (tile % tiles_a_row) * COLUMNS
+    place = tl.arange(0, ROWS * COLUMNS)
+    row, block = place // COLUMNS, place % COLUMNS
+    rows_left = tl.minimum(num_rows - first_row, ROWS).to(tl.int32)
+    blocks_left = tl.minimum(num_blocks - first_block, COLUMNS).to(tl.int32)
+    return first_row, first_block, row, block, (row < rows_left) & (block < blocks_left)
 
 
 @triton.jit
@@ -273,17 +329,38 @@ def store_words(pointer, block, low_word, high_word, mask):
 
 
 @triton.jit
-def store_scales(pointer, row, block, code, num_rows, num_blocks, SWIZZLE: tl.constexpr):
-    """Scale codes of blocks [row, block], row-major or as `formats.layout.swizzle` lays them, padding zero.
+def store_codes(
+    packed,
+    block_scale,
+    first_row,
+    first_block,
+    row,
+    block,
+    low_word,
+    high_word,
+    code,
+    mask,
+    num_blocks,
+    SWIZZLE: tl.constexpr,
+):
+    """Words and scale codes of a tile's blocks [first_row + row, first_block + block], scales row-major or swizzled.
 
-    row, block  int64 and int32 or int64, scalars or of one shape; positions past the end are not written, but padding
-                to whole tiles of 128 x 4 is, where they reach it
+    SWIZZLE: as `formats.layout.swizzle` lays them, padding zero; a tile's rows then lie within 128 that it divides.
     """
-    inside = (row < num_rows) & (block < num_blocks)
+    first = first_row * num_blocks + first_block
+    target = row * num_blocks.to(tl.int32) + block
+    store_words(packed + first * 2, target, low_word, high_word, mask)
     if SWIZZLE:
-        columns_of_tiles = (num_blocks + 3) // 4
-        at = ((row // 128) * columns_of_tiles + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-        padded = (row < (num_rows + 127) // 128 * 128) & (block < columns_of_tiles * 4)
-        tl.store(pointer + at, tl.where(inside, code, 0).to(tl.uint8), mask=padded)
+        store_swizzled(block_scale, first_row, row, first_block + block, tl.where(mask, code, 0), num_blocks)
     else:
-        tl.store(pointer + (row * num_blocks + block), code.to(tl.uint8), mask=inside)
+        tl.store(block_scale + first + target, code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_swizzled(pointer, first_row, row, block, code, num_blocks):
+    """Scale codes of blocks [first_row + row, block] in the 128x4 layout; blocks past its padding are left out."""
+    columns_of_tiles = (num_blocks + 3) // 4
+    row += (first_row % 128).to(tl.int32)
+    at = block // 4 * 512 + row % 32 * 16 + row // 32 * 4 + block % 4
+    tile_row = pointer + (first_row // 128) * columns_of_tiles * 512
+    tl.store(tile_row + at, code.to(tl.uint8), mask=block < columns_of_tiles * 4)

@@ -20,12 +20,18 @@ from blockscale.errors import FormatError
 from blockscale.formats.spec import E2M1, E4M3
 from blockscale.formats.tensor import FLOAT_DTYPES
 from blockscale.kernels import checks
+from blockscale.kernels.device import describe
 from blockscale.kernels.triton.nvfp4_blocks import (
     LARGEST_GLOBAL_SCALE,
+    is_usual,
     load_halves,
     quantize_halves,
-    store_scales,
+    quantize_halves_as,
+    store_codes,
     store_words,
+    tile_places,
+    unpacked_words,
+    widened,
 )
 
 BLOCK = 16
@@ -33,6 +39,9 @@ BLOCK = 16
 UNSCALED_MAX, UNSCALED_MAX_WITH_HEADROOM = E2M1.max * E4M3.max, E2M1.max * 256.0
 
 AMAX_BLOCKS = 512  # a tile of the first launch of the dynamic way
+_WORD_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PROGRAMS_A_SM = 8  # of the kernel for contiguous tensors
+FAR = 2**31 // 64
 _FEW, _MANY = 64, 1024  # amaxes that it leaves to the second
 
 
@@ -45,8 +54,9 @@ class Tile:
     num_warps: int
 
 
-FLAT = Tile(1, 512, 4)  # contiguous tensors: one long row
-STRIDED = Tile(4, 128, 4)
+FLAT = Tile(1, 128, 4)  # contiguous tensors: one long row
+ONE_ROW = Tile(1, 128, 4)
+STRIDED = Tile(2, 64, 4)
 SWIZZLED = Tile(32, 16, 4)
 
 
@@ -58,11 +68,24 @@ def _amax_kernel(x, partials, num_rows, row_stride, num_blocks, tiles_a_row, BLO
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = (tile // tiles_a_row).to(tl.int64)
         block = (tile % tiles_a_row) * BLOCKS + tl.arange(0, BLOCKS)
-        low, high = load_halves(x + row * row_stride, block.to(tl.int64) * 16, block < num_blocks)
-        for half in tl.static_range(2):
-            magnitude = tl.abs(low if half == 0 else high)
-            largest = tl.maximum(largest, tl.where(magnitude < float("inf"), magnitude, 0.0))
+        low, high = load_halves(x + row * row_stride, block.to(tl.int64) * 16, block < num_blocks, True)
+        low, high = tl.abs(widened(low)), tl.abs(widened(high))
+        largest = tl.maximum(largest, tl.where(low < float("inf"), low, 0.0))
+        largest = tl.maximum(largest, tl.where(high < float("inf"), high, 0.0))
     tl.store(partials + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def _global_scale(global_scale, partials, PARTIALS: tl.constexpr, UNSCALED: tl.constexpr):
+    """What `global_scale` holds, or what it is to hold: the amax of the partial ones / UNSCALED, 1 for zeros."""
+    if PARTIALS == 0:
+        scale = tl.load(global_scale)
+    else:
+        amax = tl.max(tl.load(partials + tl.arange(0, PARTIALS)))
+        scale = tl.where(amax == 0.0, 1.0, tl.div_rn(amax, UNSCALED))
+        if tl.program_id(0) == 0:
+            tl.store(global_scale, scale)
+    return scale
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "tiles_a_row"])
@@ -84,38 +107,80 @@ def _quantize_kernel(
     SWIZZLE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    # positions within the tile are 32-bit, those of tiles 64-bit
-    tile = tl.program_id(0)
-    place = tl.arange(0, ROWS * COLUMNS)
-    if ROWS == 1:  # one row, and no division
-        first = tile.to(tl.int64) * COLUMNS
-        mask = place < num_blocks - first
-        low, high = load_halves(x + first * 16, place * 16, mask)
-        target = place
-    else:
-        first_row = (tile // tiles_a_row).to(tl.int64) * ROWS
-        first_block = (tile % tiles_a_row).to(tl.int64) * COLUMNS
-        row, block = place // COLUMNS, place % COLUMNS
-        mask = (row < num_rows - first_row) & (block < num_blocks - first_block)
-        offset = row.to(tl.int64) * row_stride + block * 16
-        low, high = load_halves(x + (first_row * row_stride + first_block * 16), offset, mask)
-        first = first_row * num_blocks + first_block
-        target = row.to(tl.int64) * num_blocks + block
+    first_row, first_block, row, block, mask = tile_places(num_rows, num_blocks, tiles_a_row, ROWS, COLUMNS)
+    start = x + first_row * row_stride + first_block.to(tl.int64) * 16
+    low, high = load_halves(start, row * row_stride + block * 16, mask)
+    scale = _global_scale(global_scale, partials, PARTIALS, UNSCALED)
+    low_word, high_word, code = quantize_halves(widened(low), widened(high), scale, FOUR_OVER_SIX, LARGEST)
+    store_codes(
+        packed, block_scale, first_row, first_block, row, block, low_word, high_word, code, mask, num_blocks, SWIZZLE
+    )
 
-    if PARTIALS:
-        amax = tl.max(tl.load(partials + tl.arange(0, PARTIALS)))
-        scale = tl.where(amax == 0.0, 1.0, tl.div_rn(amax, UNSCALED))
-        if tile == 0:
-            tl.store(global_scale, scale)
-    else:
-        scale = tl.load(global_scale)
-    low_word, high_word, code = quantize_halves(low, high, scale, FOUR_OVER_SIX, LARGEST)
 
-    store_words(packed + first * 2, target, low_word, high_word, mask)
-    if SWIZZLE:
-        store_scales(block_scale, first_row + row, first_block + block, code, num_rows, num_blocks, True)
+@triton.jit
+def _load_words(words, first, block, num_blocks, BLOCKS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """int32 [B, 4] twice: the two halves of 16-bit blocks, whose first is `first`; past the end the tensor's begin."""
+    if IS_EVEN:
+        at = words + tl.where(first < num_blocks, first, 0) * 8 + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+        low, high = tl.load(at), tl.load(at + 4)
     else:
-        tl.store(block_scale + first + target, code.to(tl.uint8), mask=mask)
+        mask = (block < tl.minimum(num_blocks - first, BLOCKS).to(tl.int32))[:, None]
+        at = words + first * 8 + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+        low, high = tl.load(at, mask=mask), tl.load(at + 4, mask=mask)
+    return low, high
+
+
+@triton.jit
+def _flat_tiles(
+    x,
+    packed,
+    block_scale,
+    scale,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    DIVIDE: tl.constexpr,
+):
+    """Tiles program, program + programs ..., the next one loaded while one is computed."""
+    block = tl.arange(0, BLOCKS)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    step = tl.num_programs(0).to(tl.int64) * BLOCKS
+    low, high = _load_words(x, first, block, num_blocks, BLOCKS, IS_EVEN)
+    for start in range(first, num_blocks, step):
+        next_low, next_high = _load_words(x, start + step, block, num_blocks, BLOCKS, IS_EVEN)
+        low_word, high_word, code = quantize_halves_as(
+            unpacked_words(low, DTYPE), unpacked_words(high, DTYPE), scale, FOUR_OVER_SIX, DIVIDE
+        )
+        mask = block < BLOCKS if IS_EVEN else block < tl.minimum(num_blocks - start, BLOCKS).to(tl.int32)
+        store_words(packed + start * 2, block, low_word, high_word, mask)
+        tl.store(block_scale + start + block, code.to(tl.uint8), mask=mask)
+        low, high = next_low, next_high
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _flat_kernel(
+    x,
+    packed,
+    block_scale,
+    global_scale,
+    partials,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """A contiguous tensor of 16-bit numbers, read as words of two. IS_EVEN: num_blocks is a multiple of BLOCKS."""
+    scale = _global_scale(global_scale, partials, PARTIALS, UNSCALED)
+    if is_usual(scale, LARGEST):
+        _flat_tiles(x, packed, block_scale, scale, num_blocks, BLOCKS, DTYPE, IS_EVEN, FOUR_OVER_SIX, False)
+    else:
+        _flat_tiles(x, packed, block_scale, scale, num_blocks, BLOCKS, DTYPE, IS_EVEN, FOUR_OVER_SIX, True)
 
 
 def quantize(
@@ -154,44 +219,65 @@ def _launch(
     check_blocks(op, x)
     check_can_run(op, x, _quantize_kernel)
     packed, block_scale = empty_outputs(x.shape, x.device, swizzled)
-    flat = checks.rows(x)
+    flat = near_rows(x)
     num_rows, num_blocks, row_stride = flat.shape[0], flat.shape[1] // BLOCK, flat.stride(0)
     if num_rows == 0:
         if partials is not None:
             global_scale.fill_(1.0)
         return packed, block_scale
-    tile = SWIZZLED if swizzled else STRIDED
-    if flat.is_contiguous() and not swizzled:
-        num_rows, num_blocks, row_stride, tile = 1, num_rows * num_blocks, 0, FLAT
+    is_one_row = flat.is_contiguous() and not swizzled
+    if is_one_row:
+        num_rows, num_blocks, row_stride = 1, num_rows * num_blocks, 0
+    amaxes = global_scale if partials is None else partials  # not read where there are none
+    outputs = packed.view(torch.int32), block_scale.view(torch.uint8), global_scale, amaxes
+    rule = {
+        "PARTIALS": 0 if partials is None else partials.numel(),
+        "UNSCALED": UNSCALED_MAX_WITH_HEADROOM if four_over_six else UNSCALED_MAX,
+        "FOUR_OVER_SIX": four_over_six,
+        "LARGEST": LARGEST_GLOBAL_SCALE[x.dtype],
+        "enable_fp_fusion": False,
+    }
     with torch.cuda.device_of(x):
         if partials is not None:
             tiles_a_row = triton.cdiv(num_blocks, AMAX_BLOCKS)
             _amax_kernel[(partials.numel(),)](
                 flat, partials, num_rows, row_stride, num_blocks, tiles_a_row, BLOCKS=AMAX_BLOCKS, num_warps=4
             )
-        tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
-        num_tiles = triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row
-        _quantize_kernel[(num_tiles,)](
-            flat,
-            packed.view(torch.int32),
-            block_scale.view(torch.uint8),
-            global_scale,
-            global_scale if partials is None else partials,
-            num_rows,
-            row_stride,
-            num_blocks,
-            tiles_a_row,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            PARTIALS=0 if partials is None else partials.numel(),
-            UNSCALED=UNSCALED_MAX_WITH_HEADROOM if four_over_six else UNSCALED_MAX,
-            FOUR_OVER_SIX=four_over_six,
-            SWIZZLE=swizzled,
-            LARGEST=LARGEST_GLOBAL_SCALE[x.dtype],
-            num_warps=tile.num_warps,
-            enable_fp_fusion=False,
-        )
+        if is_one_row and x.dtype in _WORD_DTYPES and flat.data_ptr() % 4 == 0:
+            num_programs = min(triton.cdiv(num_blocks, FLAT.columns), PROGRAMS_A_SM * describe(x.device).num_sms)
+            _flat_kernel[(num_programs,)](
+                flat.view(torch.int32),
+                *outputs,
+                num_blocks,
+                BLOCKS=FLAT.columns,
+                DTYPE=_WORD_DTYPES[x.dtype],
+                IS_EVEN=num_blocks % FLAT.columns == 0,
+                num_warps=FLAT.num_warps,
+                **rule,
+            )
+        else:
+            tile = SWIZZLED if swizzled else ONE_ROW if is_one_row else STRIDED
+            tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
+            _quantize_kernel[(triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row,)](
+                flat,
+                *outputs,
+                num_rows,
+                row_stride,
+                num_blocks,
+                tiles_a_row,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                SWIZZLE=swizzled,
+                num_warps=tile.num_warps,
+                **rule,
+            )
     return packed, block_scale
+
+
+def near_rows(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K] as `checks.rows`, copied where rows lie so far apart that 32 bits do not span a tile's."""
+    flat = checks.rows(x)
+    return flat.contiguous() if flat.stride(0) >= FAR else flat
 
 
 def padded(size: int, multiple: int, swizzled: bool) -> int:

@@ -22,17 +22,20 @@ from blockscale.kernels.triton.nvfp4_blocks import (
     load_halves,
     load_pairs,
     quantize_halves,
+    store_codes,
     store_halves,
-    store_scales,
-    store_words,
+    tile_places,
+    widened,
 )
 from blockscale.kernels.triton.quantize import (
     BLOCK,
+    FAR,
     STRIDED,
     check_blocks,
     check_can_run,
     check_global_scale,
     empty_outputs,
+    near_rows,
     padded,
 )
 from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
@@ -91,23 +94,24 @@ def _gated_kernel(
     SWIZZLE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    place = tl.arange(0, ROWS * COLUMNS)
-    row = (tile // tiles_a_row).to(tl.int64) * ROWS + place // COLUMNS
-    block = (tile % tiles_a_row).to(tl.int64) * COLUMNS + place % COLUMNS
-    mask = (row < num_rows) & (block < num_blocks)
+    first_row, first_block, row, block, mask = tile_places(num_rows, num_blocks, tiles_a_row, ROWS, COLUMNS)
+    first = first_block.to(tl.int64) * 16
     if IS_INTERLEAVED:
-        gate_low, up_low, gate_high, up_high = load_pairs(gate, row * gate_stride + block * 32, mask)
+        pairs = gate + first_row * gate_stride + first * 2
+        gate_low, up_low, gate_high, up_high = load_pairs(pairs, row * gate_stride + block * 32, mask)
     else:
-        gate_low, gate_high = load_halves(gate, row * gate_stride + block * 16, mask)
-        up_low, up_high = load_halves(up, row * up_stride + block * 16, mask)
+        gate_low, gate_high = load_halves(gate + first_row * gate_stride + first, row * gate_stride + block * 16, mask)
+        up_low, up_high = load_halves(up + first_row * up_stride + first, row * up_stride + block * 16, mask)
+        gate_low, gate_high, up_low, up_high = widened(gate_low), widened(gate_high), widened(up_low), widened(up_high)
     low = activate(gate_low, up_low, alpha, limit, ACTIVATION, gate.dtype.element_ty)
     high = activate(gate_high, up_high, alpha, limit, ACTIVATION, gate.dtype.element_ty)
     if HAS_ACTIVATED:
-        store_halves(activated, (row * num_blocks + block) * 16, low, high, mask)
+        start = activated + first_row * num_blocks * 16 + first
+        store_halves(start, (row * num_blocks + block) * 16, low, high, mask)
     low_word, high_word, code = quantize_halves(low, high, tl.load(global_scale), FOUR_OVER_SIX, LARGEST)
-    store_words(packed, row * num_blocks + block, low_word, high_word, mask)
-    store_scales(block_scale, row, block, code, num_rows, num_blocks, SWIZZLE)
+    store_codes(
+        packed, block_scale, first_row, first_block, row, block, low_word, high_word, code, mask, num_blocks, SWIZZLE
+    )
 
 
 def silu_mul_quantize(
@@ -145,7 +149,7 @@ def silu_mul_quantize(
     packed, block_scale = empty_outputs(gate.shape, gate.device, swizzled)
     k = gate.shape[-1]
     pairs = _interleaved_rows(gate, up)
-    gate_rows, up_rows = (checks.rows(gate), checks.rows(up)) if pairs is None else (pairs, pairs)
+    gate_rows, up_rows = (near_rows(gate), near_rows(up)) if pairs is None else (pairs, pairs)
     num_rows, num_blocks = gate_rows.shape[0], k // BLOCK
     tile = SWIZZLED_TILE if swizzled else STRIDED
     tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
@@ -185,4 +189,5 @@ def _interleaved_rows(gate: Tensor, up: Tensor) -> Tensor | None:
     if not follows or gate.stride() != up.stride() or gate.stride(-1) != 2:
         return None
     rows = gate.reshape(-1, gate.shape[-1])
-    return rows if rows.data_ptr() == gate.data_ptr() and rows.stride(-1) == 2 else None
+    is_view = rows.data_ptr() == gate.data_ptr() and rows.stride(-1) == 2
+    return rows if is_view and rows.stride(0) < FAR else None

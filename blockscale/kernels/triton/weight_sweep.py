@@ -24,6 +24,7 @@ from blockscale.kernels.triton.nvfp4_blocks import (
     magnitudes,
     scale_of_amax,
     store_words,
+    widened,
 )
 from blockscale.kernels.triton.quantize import BLOCK, check_blocks, check_can_run, check_global_scale, empty_outputs
 
@@ -43,10 +44,14 @@ def _sweep_kernel(weight, global_scale, packed, block_scale, num_blocks, BLOCKS:
     block = tl.arange(0, BLOCKS)
     mask = block < num_blocks - tile
     low, high = load_halves(weight + tile * 16, block * 16, mask)
+    low, high = widened(low), widened(high)
     scale = tl.load(global_scale)
     amax = block_amax(low, high)
     _, start = scale_of_amax(amax, 6.0 * scale, 0.0, 0.0, True)
-    low_magnitude, high_magnitude = magnitudes(low, high, scale)
+    if is_usual(scale, LARGEST):
+        low_magnitude, high_magnitude = magnitudes(low, high, scale, False)
+    else:
+        low_magnitude, high_magnitude = magnitudes(low, high, scale, True)
     is_low = start < 8
     num_codes = 11 + 4 * tl.max((is_low & mask).to(tl.int32))
     best_code, best_error = start, tl.full([BLOCKS], float("inf"), tl.float32)
