@@ -1,8 +1,8 @@
 /* Timed passes for kernels_cpu.py: every contender reads its copies of a weight once, from memory.
  *
- * Built with the machine's own instructions. A peer's functions have no threads of their own: those that serve them here
- * spin while they wait, so that nothing is lost on starting them, and sleep once a pass is over, so that they take no
- * core from the next contender. The first call of a pass, which wakes threads, is not timed. */
+ * Built with the machine's own instructions. A peer's functions have no threads of their own. Those that serve them
+ * here spin while they wait, so that nothing is lost on starting them, and sleep once a pass is over, so that they take
+ * no core from the next contender. The first call of a pass, which wakes threads, is not timed. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -112,6 +112,19 @@ double read_bandwidth(const char *data, int64_t bytes, int threads, int ahead) {
     const double begin = seconds();
     run(read_share, &r, threads);
     return (double)bytes / (seconds() - begin);
+}
+
+/* As time_calls, of reading `count` pieces of memory, `size` bytes apart, in that order: what starting and ending a
+ * pass over one weight costs a plain read. */
+double time_reads(const char *data, int64_t size, const int64_t *order, int64_t count, int threads) {
+    struct reading r = {.bytes = size, .ahead = 8192, .data = data + order[count - 1] * size};
+    run(read_share, &r, threads);
+    const double begin = seconds();
+    for (int64_t i = 0; i < count; i++) {
+        r.data = data + order[i] * size;
+        run(read_share, &r, threads);
+    }
+    return (seconds() - begin) / (double)count;
 }
 
 /* llama.cpp's functions, of a row (vec_dot) or of many interleaved rows (gemv). */

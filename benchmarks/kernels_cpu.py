@@ -9,6 +9,7 @@ llama.cpp's functions take int8 activations (Q8_0), which are quantized anew for
 much memory, written in C, is the ceiling.
 
     ours int8, exact     bf16 activations; NVFP4, and MXFP4 where it says so
+    read a copy          a read of one copy after another, threads started and awaited for each as for a product
     ggml nvfp4, q4_0     vec_dot, a row at a time
     ggml q4_0 x8         the product of eight interleaved rows, which llama.cpp takes for Q4_0 where it can
 
@@ -93,9 +94,11 @@ def harness(folder: Path) -> ctypes.CDLL:
     flags = ["-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-w"]
     subprocess.run([*find_compiler(), *flags, str(source), "-o", str(path), "-lpthread"], check=True)
     built = ctypes.CDLL(str(path))
-    built.time_calls.restype = built.read_bandwidth.restype = built.time_peer.restype = c_double
+    for function in (built.time_calls, built.read_bandwidth, built.time_reads, built.time_peer):
+        function.restype = c_double
     built.time_calls.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     built.read_bandwidth.argtypes = [c_void_p, c_int64, c_int, c_int]
+    built.time_reads.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int]
     built.time_peer.argtypes = [POINTER(Peer), c_void_p, c_int64, c_int]
     return built
 
@@ -176,20 +179,34 @@ class Theirs:
         return c.time_peer(byref(self.peer), self.order.data_ptr(), self.count, self.threads)
 
 
+class Reads:
+    """A plain read of each copy of a weight."""
+
+    def __init__(self, ours: Ours, threads: int) -> None:
+        self.bytes, self.memory, self.threads = ours.bytes, ours.memory, threads
+        self.order = torch.randperm(ours.count)
+
+    def seconds(self, c: ctypes.CDLL) -> float:
+        memory, order = self.memory.data_ptr(), self.order.data_ptr()
+        return c.time_reads(memory, self.bytes, order, len(self.order), self.threads)
+
+
 def decode_rows(c: ctypes.CDLL, ggml: ctypes.CDLL | None, n: int, k: int, threads: int, rounds: int) -> list[dict]:
     """One row of x: a row of figures for each contender."""
-    contenders: dict[str, Ours | Theirs] = {
-        "ours int8": Ours(NVFP4, Activations.INT8, n, k, threads),
+    int8 = Ours(NVFP4, Activations.INT8, n, k, threads)
+    contenders: dict[str, Ours | Theirs | Reads] = {
+        "ours int8": int8,
         "ours exact": Ours(NVFP4, Activations.EXACT, n, k, threads),
         "ours int8 mxfp4": Ours(MXFP4, Activations.INT8, n, k, threads),
+        "read a copy": Reads(int8, threads),
     }
     if ggml is not None:
         contenders |= {name: Theirs(ggml, kind, n, k, threads) for name, kind in PEERS.items()}
     reads: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(rounds + 2):
-        first = contenders["ours int8"].memory
-        read = max(c.read_bandwidth(first.data_ptr(), first.numel(), threads, ahead) for ahead in READ_AHEAD)
+        memory = int8.memory
+        read = max(c.read_bandwidth(memory.data_ptr(), memory.numel(), threads, ahead) for ahead in READ_AHEAD)
         one = {name: contender.seconds(c) for name, contender in contenders.items()}
         if round_number >= 2:  # caches, clocks and threads are warm
             reads.append(read)
@@ -269,11 +286,13 @@ def prefill_rows(n: int, k: int, m: int, rounds: int) -> list[dict]:
     return rows
 
 
-def load_ggml(folder: Path) -> ctypes.CDLL:
-    ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+def load_ggml(folder: Path) -> tuple[ctypes.CDLL, str]:
+    """The library with its tables filled in, and its version."""
+    base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+    base.ggml_version.restype = ctypes.c_char_p
     ggml = ctypes.CDLL(str(folder / "libggml-cpu.so"))
-    ggml.ggml_cpu_init()  # its tables
-    return ggml
+    ggml.ggml_cpu_init()
+    return ggml, base.ggml_version().decode()
 
 
 def describe(row: dict) -> str:
@@ -300,7 +319,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     shapes = [tuple(map(int, s.split(","))) for s in arguments.shape] if arguments.shape else SHAPES
-    ggml = load_ggml(arguments.ggml) if arguments.ggml else None
+    ggml, ggml_version = load_ggml(arguments.ggml) if arguments.ggml else (None, None)
     level = best_level()
     figures: dict[str, list[dict]] = {"decode": [], "levels": [], "prefill": [], "quantize": []}
 
@@ -321,7 +340,7 @@ def main() -> None:
                 add("levels", level_rows(c, *shapes[-1], threads))
                 add("quantize", [quantize_row(2048, 4096, threads)])
     if not arguments.no_record:
-        print(record("kernels_cpu", {"level": level and level.value, **figures}))
+        print(record("kernels_cpu", {"level": level and level.value, "ggml": ggml_version, **figures}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from record import provenance, record
+from record import record
 from torch import Tensor
 
 from blockscale.formats.spec import NVFP4
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help="write results/NAME.json")
     options = parser.parse_args()
     bandwidth = read_bandwidth(torch.device("cuda"))
-    print(f"{provenance()['machine']}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name()}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
     print(f"{'model':18}{'T':>6}{'cuda us':>10}{'triton us':>11}{'bf16 us':>10}{'share':>8}{'x bf16':>8}{'TFLOP/s':>9}")
     figures = []
     for model in SHAPES:

@@ -1,6 +1,6 @@
 """How fast activations, weights and KV caches are quantized, against a plain copy timed in the same run.
 
-    python benchmarks/kernels_quantize.py [--rows 8192] [--columns 8192] [--record]
+    python benchmarks/kernels_quantize.py [--rows 8192] [--columns 8192] [--only TEXT] [--record]
 
 Each kernel runs in a CUDA graph over tensors that together exceed the L2 cache several times; medians of 12 replays.
 The share is bytes read and written a second (codes and scales are 0.5625 bytes an element) over those of `copy_` of
@@ -104,7 +104,7 @@ def cases(xs: list[Tensor]) -> dict[str, tuple[float, Callable[[Tensor, Tensor],
     return result
 
 
-def measure(rows: int, columns: int) -> list[Row]:
+def measure(rows: int, columns: int, only: str) -> list[Row]:
     xs = [torch.randn(rows, columns, device="cuda").bfloat16() for _ in range(NUM_COPIES)]
     pairs = list(zip(xs, xs[1:] + xs[:1], strict=True))
     targets = [torch.empty_like(x) for x in xs]
@@ -112,7 +112,8 @@ def measure(rows: int, columns: int) -> list[Row]:
     del targets
     copy_rate = 4 * xs[0].numel() / copy_us
     table = [Row("copy", copy_us, 4.0 * xs[0].numel(), 1.0)]
-    for name, (element_bytes, call) in cases(xs).items():
+    chosen = {name: case for name, case in cases(xs).items() if only in name}
+    for name, (element_bytes, call) in chosen.items():
         us = microseconds([lambda x=x, y=y, call=call: call(x, y) for x, y in pairs])
         moved = element_bytes * xs[0].numel()
         table.append(Row(name, us, moved, moved / us / copy_rate))
@@ -140,10 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    table = measure(arguments.rows, arguments.columns)
-    small = measure_small()
+    table = measure(arguments.rows, arguments.columns, arguments.only)
+    small = measure_small() if not arguments.only else {}
     print(f"{'bf16 ' + str([arguments.rows, arguments.columns]):30} {'us':>8} {'TB/s':>6} {'of copy':>8}")
     for row in table:
         rate = row.bytes_moved / row.microseconds / 1e6

@@ -31,6 +31,7 @@ ROOMS = (
 # Within the planner, likewise.
 PLANNING = ("models", "hardware", "speed", "calibration", "money", "answer", "report", "planner")
 MAX_LINES = 400
+MAX_KERNEL_LINES = 600  # of a file of GPU kernels
 
 
 def modules() -> dict[str, Path]:
@@ -132,7 +133,8 @@ def test_no_two_files_import_each_other() -> None:
 @pytest.mark.parametrize("name", [n for n in MODULES if n == "blockscale" or room(n) in ("cli", "errors")])
 def test_the_command_line_imports_nothing_heavy(name: str) -> None:
     """`--help` answers at once: torch and all that imports it wait for the verb."""
-    heavy = {"torch", "triton", "transformers", "numpy", "scipy", "safetensors", "gguf", "matplotlib", "huggingface_hub"}
+    heavy = {"torch", "triton", "transformers", "numpy", "scipy", "safetensors", "gguf", "matplotlib"}
+    heavy.add("huggingface_hub")
 
     def reached(module: str, seen: set[str]) -> set[str]:
         result = {m.split(".")[0] for m in imports(module, at_import_time=True)}
@@ -151,7 +153,8 @@ def test_importing_the_package_does_not_load_torch() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_files_stay_small(name: str) -> None:
-    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    limit = MAX_KERNEL_LINES if name.startswith("blockscale.kernels.triton.") else MAX_LINES
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= limit
 
 
 @pytest.mark.parametrize("name", MODULES)

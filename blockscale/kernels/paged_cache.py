@@ -203,8 +203,8 @@ class LatentCache:
         block_scale = None if self.block_scale is None else self.block_scale.unsqueeze(2)
         check_pages(self.format, self.pages.unsqueeze(2), block_scale, self.scale, self.dtype, "pages")
         for name, size in (("latent", self.latent_dim), ("rope", self.rope_dim)):
-            if size < BLOCK or size & (size - 1):
-                raise FormatError(f"latent cache: {name} of {size} elements", hint="both are powers of two, 16 or more")
+            if size < 32 or size & (size - 1):
+                raise FormatError(f"latent cache: {name} of {size} elements", hint="both are powers of two, 32 or more")
 
     @property
     def page_size(self) -> int:

@@ -113,7 +113,7 @@ _ANYWHERE: frozenset[tuple[int, int]] = frozenset()
 _TORCH = Candidate(Kernel.TORCH, Mode.REFERENCE, _ANYWHERE, Layout.ROW_MAJOR)
 CANDIDATES: dict[Op, tuple[Candidate, ...]] = {
     Op.LINEAR_W4A16: (
-        Candidate(Kernel.CUDA_LINEAR_SMALL, Mode.FUSED, HOPPER, Layout.FRAGMENTS, max_m=64),
+        Candidate(Kernel.CUDA_LINEAR_SMALL, Mode.FUSED, HOPPER, Layout.FRAGMENTS, max_m=32),
         Candidate(Kernel.CUDA_LINEAR_LARGE, Mode.FUSED, HOPPER, Layout.FRAGMENTS),
         Candidate(Kernel.TRITON_LINEAR, Mode.FUSED, TRITON, Layout.ROW_MAJOR),
         Candidate(Kernel.HUMMING, Mode.FUSED, TRITON - {(11, 0)}, Layout.HUMMING),

@@ -203,9 +203,7 @@ def test_the_doctor_names_a_kernel_for_every_op(capsys: pytest.CaptureFixture[st
     assert {op["self_test"] for op in data["ops"]} == {"not run"}
 
 
-def test_a_failed_self_test_is_the_outcome(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_self_test_is_the_outcome(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from blockscale.kernels.selftest import run
 
     def wrong(choice: object, device: object) -> str:

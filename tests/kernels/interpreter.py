@@ -5,7 +5,7 @@
 
 `interpreted` imports a second copy of a module of `blockscale.kernels.triton` (and of those it imports from that
 package) whose kernels are interpreted; the module that everyone else imports stays compiled. TRITON_INTERPRET need
-not be set. What is repaired, of Triton 3.6.0 and 3.7:
+not be set. What is repaired, of Triton 3.6.0:
 
 * `range` over a kernel argument: numpy 2.4 refuses int() of its one-element arrays;
 * bfloat16, which the interpreter keeps as raw bits: conversions from fp32 round to nearest even (it truncates) and
@@ -30,10 +30,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton.experimental.gluon  # imported while tl is compiled: at its first import later it would refuse the twins
 import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITCallable
+
+# Triton imports it at the first launch; with interpreted functions in tl it would refuse to be
+importlib.import_module("triton.experimental.gluon")
 
 _PACKAGE = "blockscale.kernels.triton"
 _modules: dict[str, ModuleType] = {}  # interpreted copies, by name

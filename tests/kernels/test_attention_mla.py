@@ -11,7 +11,7 @@ from tests.kernels.interpreter import interpreted
 
 mla = interpreted("blockscale.kernels.triton.attention_mla")
 FORMATS = list(KVFormat)
-LATENT, ROPE, SCALE = 64, 16, 0.2
+LATENT, ROPE, SCALE = 64, 32, 0.2
 
 
 def latents(case: Case) -> LatentCache:
@@ -75,6 +75,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FormatError, match="q is"):
         mla.attention_mla(case.q[..., :64], cache, case.page_table, case.lengths, scale=SCALE)
     with pytest.raises(FormatError, match="latent of"):
-        LatentCache(cache.format, cache.pages, None, cache.scale, 32, cache.dtype)
+        LatentCache(cache.format, cache.pages, None, cache.scale, 16, cache.dtype)
     with pytest.raises(FormatError, match="pages"):
         LatentCache(cache.format, cache.pages[0], None, cache.scale, ROPE, cache.dtype)

@@ -22,7 +22,7 @@ def run(case: Case, cu: list[int], **options: object) -> torch.Tensor:
 
 
 def assert_matches(case: Case, cu: list[int], **options: object) -> None:
-    out = run(case, cu, tile=(16, 32), **options)
+    out = run(case, cu, tile=(16, 32, 2), **options)
     reference, bound = prefill_reference(case, cu, **options)
     assert error_units(out, reference, bound, case.cache.format) <= 1
 
@@ -58,7 +58,7 @@ def test_tiles_change_nothing_but_rounding() -> None:
     cu = chunks([17, 40])
     case = make_case(KVFormat.NVFP4, [30, 40], num_queries=57)
     reference, bound = prefill_reference(case, cu)
-    for tile in ((16, 64), (64, 64), None):
+    for tile in ((16, 64, 2), (64, 64, 3), None):
         assert error_units(run(case, cu, tile=tile), reference, bound, KVFormat.NVFP4) <= 1
 
 

@@ -353,6 +353,8 @@ def test_operands_that_do_not_fit() -> None:
         linear(x, replace(weight, layout=Layout.FRAGMENTS))
     with pytest.raises(FormatError, match="mxfp4"):
         linear_w4a4(x, prepare(random_weight(32, 64, MXFP4)))
+    with pytest.raises(FormatError, match="global_scale"):
+        linear_w4a4(x, weight, input_global_scale=torch.ones(2))
     stack = row_major(encode(torch.randn(2, 16, 32), NVFP4))
     with pytest.raises(FormatError, match="cannot lay out"):
         prepare(stack)

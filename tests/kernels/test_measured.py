@@ -116,8 +116,8 @@ def test_the_dispatch_goes_by_the_table(own_tables: list[Table]) -> None:
 
 def test_without_a_table_the_first_that_serves(own_tables: list[Table]) -> None:
     h200 = device((9, 0), "NVIDIA H200")
-    assert linears.kernel_for(Op.LINEAR_W4A16, h200, Layout.FRAGMENTS, 4096, 4096, 64) is SMALL
-    assert linears.kernel_for(Op.LINEAR_W4A16, h200, Layout.FRAGMENTS, 4096, 4096, 65) is LARGE
+    assert linears.kernel_for(Op.LINEAR_W4A16, h200, Layout.FRAGMENTS, 4096, 4096, 32) is SMALL
+    assert linears.kernel_for(Op.LINEAR_W4A16, h200, Layout.FRAGMENTS, 4096, 4096, 33) is LARGE
     assert linears.kernel_for(Op.LINEAR_W4A4, h200, Layout.FRAGMENTS, 4096, 4096, 65) is Kernel.TORCH
     with pytest.raises(linears.FormatError, match="no kernel on NVIDIA H200 reads a weight in the layout cpu"):
         linears.kernel_for(Op.LINEAR_W4A16, h200, Layout.CPU, 4096, 4096, 65)

@@ -41,7 +41,7 @@ def normal(*shape: int) -> Tensor:
 
 ONE = torch.tensor(0.01)
 CACHE = allocate(KVFormat.FP8, 4, 16, 2, 32, k_scale=0.02, v_scale=0.02)
-LATENT = LatentCache(KVFormat.BITS16, torch.ones(4, 16, 48, dtype=torch.bfloat16), None, None, 16, torch.bfloat16)
+LATENT = LatentCache(KVFormat.BITS16, torch.ones(4, 16, 96, dtype=torch.bfloat16), None, None, 32, torch.bfloat16)
 TABLE, LENGTHS = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32), torch.tensor([20, 31], dtype=torch.int32)
 STACKS = tuple(row_major(encode(normal(3, *shape), MXFP4)) for shape in ((64, 32), (16, 32)))
 IDS, WEIGHTS = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), torch.rand(2, 2)
@@ -57,9 +57,7 @@ CALLS = {
     "quantize_weight_sweep": lambda x, w: quantize.quantize_weight_sweep(x, ONE),
     "moe_w4a16": lambda x, w: moe.moe_w4a16(x[0, :2, :32], IDS, WEIGHTS, *STACKS, activation=GPT_OSS),
     "attention_decode": lambda x, w: attention.attention_decode(x[:, :2, :32].contiguous(), CACHE, TABLE, LENGTHS),
-    "attention_mla": lambda x, w: attention.attention_mla(
-        x[:, :2, :48].contiguous(), LATENT, TABLE, LENGTHS, scale=0.1
-    ),
+    "attention_mla": lambda x, w: attention.attention_mla(x[:, :2].contiguous(), LATENT, TABLE, LENGTHS, scale=0.1),
     "attention_prefill": lambda x, w: attention.attention_prefill(
         x[:, :2, :32].contiguous(), CACHE, TABLE, LENGTHS, torch.tensor([0, 1, 2], dtype=torch.int32), window=7
     ),

@@ -33,9 +33,7 @@ def _values(codes, y, KIND: tl.constexpr, SIZE: tl.constexpr):
 
 def _groups(groups, scales, y, MX: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     r, g = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
-    values = decode_groups(
-        tl.load(groups + r * GROUPS + g), tl.load(scales + r * GROUPS + g), y.dtype.element_ty, MX
-    )
+    values = decode_groups(tl.load(groups + r * GROUPS + g), tl.load(scales + r * GROUPS + g), y.dtype.element_ty, MX)
     tl.store(y + r * (16 * GROUPS) + tl.arange(0, 16 * GROUPS)[None, :], values)
 
 

@@ -94,11 +94,16 @@ def test_exactly_representable_sums_come_out_exact(fmt: Format, dtype: torch.dty
 @pytest.mark.parametrize("config", [SMALL, SPLIT, REORDERED])
 def test_batched_and_strided_activations(config: Config) -> None:
     weight = made(65, 96, NVFP4)
-    wide = activations(2, 3, 4, 192)
+    wide = activations(2, 2, 3, 192)
     for x in (wide[..., 96:], wide[:, :, 1, :96], wide.transpose(0, 2)[..., :96], wide[..., ::2], wide[0, 0, 0, :96]):
         y = kernels.linear(x, weight, None, config)
         assert torch.equal(y, kernels.linear(x.contiguous(), weight, None, config))
         assert_near(y, x, weight)
+
+
+def test_a_strided_bias_is_read_as_it_is() -> None:
+    weight, x, bias = made(65, 96, NVFP4), activations(3, 96), activations(130)[::2]
+    assert_near(kernels.linear(x, weight, bias, SMALL), x, weight, bias)
 
 
 def test_no_rows_give_an_empty_result() -> None:
@@ -206,8 +211,11 @@ def machine_code(arch: str, config: Config, dtype: str = "*bf16", is_mx: bool = 
     """`_multiply` as its launcher would build it for sizes that are multiples of 16."""
     sizes = ("M", "N", "K", "x_length", "x_stride", "group_stride", "scale_stride", "steps")
     signature = {
-        **{"x": dtype, "input_scale": dtype, "bias": dtype, "y": "*fp32" if config.split > 1 else dtype},
-        **{"groups": "*i64", "scales": "*u8", "global_scale": "*fp32"},
+        **dict.fromkeys(("x", "input_scale", "bias"), dtype),
+        "y": "*fp32" if config.split > 1 else dtype,
+        "global_scale": "*fp32",
+        "groups": "*i64",
+        "scales": "*u8",
         **dict.fromkeys(sizes, "i32"),
     }
     constants = {
@@ -232,7 +240,8 @@ MMA = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 
 
 @pytest.mark.parametrize(
-    ("arch", "m"), [(arch, 1) for arch in TRITON_ARCHS] + [(arch, 4096) for arch in ("sm_80", "sm_90", "sm_100", "sm_120")]
+    ("arch", "m"),
+    [(arch, 1) for arch in TRITON_ARCHS] + [(arch, 4096) for arch in ("sm_80", "sm_90", "sm_100", "sm_120")],
 )
 def test_every_target_gets_tensor_cores_without_spills(arch: str, m: int) -> None:
     number = int(arch.removeprefix("sm_"))
@@ -241,6 +250,12 @@ def test_every_target_gets_tensor_cores_without_spills(arch: str, m: int) -> Non
     assert code.count(MMA.get(arch, "HMMA"))
     assert code.num_spills == 0
     assert code.shared_bytes <= SHARED_BYTES.get(capability, 227 << 10)
+
+
+def test_wgmmas_of_one_step_run_without_a_wait_between_them() -> None:
+    config = choose(4096, 8192, 8192, (9, 0), 132)
+    code = machine_code("sm_90", config)
+    assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
 @pytest.mark.parametrize(("dtype", "is_mx"), [("*fp16", False), ("*bf16", True), ("*fp16", True)])

@@ -129,6 +129,13 @@ def test_strided_rows() -> None:
         assert_same(kernels.quantize(x, scale), expected(x.contiguous(), scale))
 
 
+def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
+    far = torch.empty_strided((2, 32), (compiled_quantize.FAR, 1), dtype=torch.bfloat16, device="meta")
+    assert compiled_quantize.near_rows(far).stride() == (32, 1)
+    near = torch.empty_strided((2, 32), (compiled_quantize.FAR - 1, 1), dtype=torch.bfloat16, device="meta")
+    assert compiled_quantize.near_rows(near) is near
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("num_blocks", [1, 128, 129, 256, 1153])
 def test_contiguous_tensors_of_any_length(dtype: torch.dtype, num_blocks: int) -> None:

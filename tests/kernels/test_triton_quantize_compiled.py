@@ -149,7 +149,8 @@ CASES = {
         2,
     ),
 }
-FAST = {(name, "sm_90") for name in CASES} | {("quantize", "sm_80"), ("quantize", "sm_120")}
+FAST = {(name, "sm_90") for name in CASES if name not in ("quantize_dynamic", "quantize_strided", "kv_fp8")}
+FAST |= {("quantize", "sm_80"), ("quantize", "sm_120")}
 
 
 def build(case: Case, arch: str) -> Compiled:

@@ -17,7 +17,7 @@
 enum { AHEAD = 8192, AT_ONCE = 4 }; /* 8 sums fill half of the 16 registers */
 
 INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
-    if (tiles + AHEAD >= end) return;
+    if ((uintptr_t)tiles + AHEAD >= (uintptr_t)end) return;
     for (int i = 0; i < tile_bytes(format); i += 64) _mm_prefetch((const char *)tiles + AHEAD + i, _MM_HINT_T0);
 }
 

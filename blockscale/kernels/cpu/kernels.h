@@ -8,8 +8,8 @@
  *                scales  NVFP4: [16 rows x 4 blocks], MXFP4: [16 rows x 2 blocks], a byte each
  *     padding  to a multiple of 64 bytes
  *
- * so that a 32-bit lane of a vector register belongs to one row, and one load serves 16 rows. Rows and columns past the
- * weight's end hold zeros. Scale bytes are made over, so that one shift and one logical operation give a float:
+ * so that a 32-bit lane of a vector register belongs to one row, and one load serves 16 rows. Codes of rows and columns
+ * past the weight's end are zero. Scale bytes are made over, so that one shift and one logical operation give a float:
  *
  *     NVFP4   E4M3 with five bits of exponent and no subnormals: 2^(exponent - 31) * (1 + mantissa / 8), which is the
  *             scale times 2^-8
@@ -24,7 +24,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { ROWS = 16, TILE_K = 64, TILE_CODES = ROWS * TILE_K / 2, HEADER = ROWS * 4, MAX_CHUNK = 8, MAX_GROUPS = 2, MAX_THREADS = 256 };
+enum { ROWS = 16, TILE_K = 64, TILE_CODES = ROWS * TILE_K / 2, HEADER = ROWS * 4 };
+enum { MAX_CHUNK = 8, MAX_GROUPS = 2, MAX_THREADS = 256 };
 enum format { NVFP4 = 0, MXFP4 = 1 };
 enum dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
 /* How activations enter the product: as they are; int8 with a scale per block; NVFP4, as W4A4 hardware takes them. */
@@ -78,11 +79,11 @@ typedef void dot_function(const struct group *w, const struct chunk *x, float *o
 
 struct kernels {
     const char *name;
-    int rows_at_once; /* of x, at most MAX_CHUNK */
-    int has_pairs;    /* dot_pairs is there, and the exact product of bf16 uses it */
+    int rows_at_once;   /* of x, at most MAX_CHUNK */
     int groups_at_once; /* 1 or 2 */
-    /* out[groups][m][16] = the chunk's rows times the rows of groups, without global scale and header. Products of bytes
-     * stand for 2 * e2m1, and those with NVFP4 weights for 2^-8 of the scale: `store` is given what makes up for it. */
+    int has_pairs;      /* dot_pairs is there, and the exact product of bf16 uses it */
+    /* out[groups][m][16] = the chunk's rows times the rows of groups, without global scale and header. Products of
+     * bytes are those of 2 * e2m1, and NVFP4's of 2^-8 of the scale: `store` is given what makes up for it. */
     dot_function *dot_floats, *dot_pairs, *dot_bytes;
     /* The chunk's arrays from rows first .. first + m of x. fill_bytes returns how many of them hold NaN or Inf. */
     void (*fill_floats)(const struct rows *x, int64_t first, int m, float *floats);
@@ -116,8 +117,8 @@ extern const struct kernels kernels_avx512_bf16;
 /* The table of that name if this processor can run it, the best one for NULL, else NULL. */
 const struct kernels *find_kernels(const char *name);
 
-/* Runs job(state, thread) on up to `threads` threads, this one (thread 0) among them, and only on this one while another
- * caller's job runs: jobs share out their work by counters. */
+/* Runs job(state, thread) on up to `threads` threads, this one (thread 0) among them, and on this one alone while
+ * another caller's job runs: jobs share out their work by counters. */
 void pool_run(void (*job)(void *state, int thread), void *state, int threads);
 
 /* In a loop that waits for another thread */

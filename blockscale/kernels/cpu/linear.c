@@ -5,7 +5,8 @@
 #include "kernels.h"
 
 enum { NO_SUCH_LEVEL = -1, NO_MEMORY = -2 };
-enum { SCRATCH_BYTES = 64 << 20, CACHED_BYTES = 256 << 10, BYTES_WORTH_A_THREAD = 24 << 10, PIECES_A_THREAD = 8, PREFETCH_BYTES = 4096, WAITING_PREFETCH_BYTES = 8192 };
+enum { SCRATCH_BYTES = 64 << 20, CACHED_BYTES = 256 << 10, BYTES_WORTH_A_THREAD = 24 << 10 };
+enum { PIECES_A_THREAD = 8, PREFETCH_BYTES = 8192 };
 
 struct linear { /* mirrored in library.py */
     const uint8_t *groups;
@@ -138,17 +139,18 @@ static const uint8_t *piece_memory(const struct product *p, int64_t piece) {
 /* Asks for the first bytes of a thread's share. Memory takes as long to answer as x takes to be filled in. */
 static void prefetch_share(const struct product *p, int thread) {
     const uint8_t *begin = piece_memory(p, share_begin(p, thread)), *end = piece_memory(p, share_begin(p, thread + 1));
-    const int64_t most = thread == 0 ? PREFETCH_BYTES : WAITING_PREFETCH_BYTES;
-    for (int64_t i = 0; i < most && i < end - begin; i += 64) __builtin_prefetch(begin + i);
+    for (int64_t i = 0; i < PREFETCH_BYTES && i < end - begin; i += 64) __builtin_prefetch(begin + i);
 }
 
-/* Each thread takes the pieces of its own share, which are one stream of memory, then what others have left of theirs. */
+/* Each thread takes the pieces of its own share, which are one stream of memory, then what others have left of theirs.
+ * Which thread computes a result changes no bit of it. */
 static void multiply_pieces(void *state, int thread) {
     struct product *p = state;
     for (int i = 0; i < p->threads; i++) {
         const int share = (thread + i) % p->threads;
         const int64_t end = share_begin(p, share + 1);
-        const uint8_t *prefetch_end = p->num_chunks > 1 ? NULL : piece_memory(p, end); /* many chunks: it is in the cache */
+        /* the many chunks of x find all but the first bytes of a piece in the cache */
+        const uint8_t *prefetch_end = p->num_chunks > 1 ? NULL : piece_memory(p, end);
         for (int64_t piece; (piece = atomic_fetch_add(&p->shares[share].next, 1)) < end;) {
             multiply_piece(p, piece, prefetch_end);
         }

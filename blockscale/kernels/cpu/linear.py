@@ -38,6 +38,7 @@ from blockscale.kernels.cpu.library import (
 from blockscale.kernels.cpu.quantize import amax
 from blockscale.kernels.prepare import Layout, PreparedWeight
 from blockscale.kernels.reference import linear as reference
+from blockscale.kernels.reference.quantize import check_global_scale
 
 
 class Activations(Enum):
@@ -118,6 +119,7 @@ def linear_w4a4(
     check_activation("linear_w4a4", x, weight.k, tuple(DTYPE_CODES))
     if input_global_scale is None:
         input_global_scale = global_scale_from_amax(amax(x, level=level))
+    check_global_scale("linear_w4a4", input_global_scale, x)
     return _linear("linear_w4a4", x, weight, bias, Activations.FP4, level, float(input_global_scale))
 
 

@@ -1,7 +1,8 @@
 /* A few threads that wait for work. A decoder calls many products of some microseconds each, one after another, so that
- * a worker spins for a while before it sleeps; one that sleeps costs tens of microseconds to wake. A job has a ticket for
- * each worker it wants. The caller takes back those that nobody has taken when its own part is done: it waits for
- * workers at work, never for one that still wakes up. */
+ * a worker spins for a while before it sleeps; one that sleeps costs tens of microseconds to wake.
+ *
+ * A job has a ticket for each worker it wants. The caller takes back those that nobody has taken when its own part is
+ * done: it waits for workers at work, never for one that still wakes up. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>

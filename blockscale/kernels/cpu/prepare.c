@@ -30,7 +30,8 @@ static uint8_t widen_e4m3(uint8_t code) {
     return (uint8_t)((exponent + 16) << 3 | mantissa); /* E4M3's bias is 7: 31 - 7 - 8 = 16 */
 }
 
-/* The byte to store for a block's scale, whose reader need not know NaN, zero or a sign: `flip` is XORed into its codes, which are dropped where `keep` is 0. */
+/* The byte to store for a block's scale, whose reader need not know NaN, zero or a sign. `flip` is to be XORed into the
+ * block's codes, which are dropped where `keep` is 0. */
 static uint8_t convert_scale(int format, uint8_t scale, uint8_t *flip, uint8_t *keep, int *is_nan) {
     *flip = 0;
     *keep = 0xFF;
@@ -102,7 +103,7 @@ EXPORT void blockscale_prepare(const uint8_t *packed, const uint8_t *scale, int6
                                int32_t threads, uint8_t *groups) {
     struct preparation p = {packed, scale, n, k, format, groups, 0};
 #if defined(MADV_HUGEPAGE)
-    /* 2 MiB pages: prefetchers stop at the end of a page, and fewer address translations are missed. A wish, no more. */
+    /* 2 MiB pages: prefetchers stop at the end of a page, and fewer translations are missed. A wish, no more. */
     const uintptr_t huge = (uintptr_t)1 << 21, begin = ((uintptr_t)groups + huge - 1) & ~(huge - 1);
     const uintptr_t end = ((uintptr_t)groups + (uintptr_t)(ceil_div(n, ROWS) * group_bytes(format, k))) & ~(huge - 1);
     if (begin < end) (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);

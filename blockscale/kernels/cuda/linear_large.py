@@ -105,13 +105,18 @@ _BAND_TOKENS = 1024  # activations that stay in L2 while the weights pass by: 16
 _MIN_FILL = 0.93  # of the last wave, above which splitting tiles gains less than it costs
 
 
+_MAX_FETCHED = 256 << 10  # bytes of partial sums that the finisher of a tile may have to wait for
+
+
 def choose(m: int, n: int, device: Device) -> Tiling:
     """The tiling for x [m, k] and a weight of n rows: tokens by m, and lower tiles where high ones are too few."""
-    if m > 128 and not 256 < m <= 384:
-        return WIDE
     high, low = (NARROW, NARROW_LOW) if m <= 64 else (MIDDLE, MIDDLE_LOW)
-    tiles = -(-n // high.rows) * -(-m // high.tokens)
-    return low if 2 * tiles <= device.num_sms // high.cluster else high
+    tiles, workers = -(-n // high.rows) * -(-m // high.tokens), device.num_sms // high.cluster
+    if 128 < m <= 256:
+        return MIDDLE if tiles >= workers else WIDE
+    if m > 384:
+        return WIDE
+    return low if (workers / tiles - 1) * high.partial_bytes > _MAX_FETCHED else high
 
 
 def plan(m: int, n: int, k: int, device: Device, tiling: Tiling | None = None) -> Plan:

@@ -2,7 +2,7 @@
 //
 // WORK. A tile is ROW_BLOCKS * WARP_ROWS row blocks of 16 weight rows times (a part of) K. Blocks take tiles in turn
 //   (persistent). In a block, COMPUTE warps form WARP_ROWS groups; a group owns ROW_BLOCKS row blocks, its warps split K.
-// WEIGHTS. Each compute warp has a private ring of SLOTS slots with an mbarrier each, refilled by its lane 0 as soon as
+// WEIGHTS. Each compute warp has a private ring of SLOTS slots with an mbarrier each, refilled by its lane 0 soon after
 //   the warp holds the slot in registers: no barrier of the block inside the main loop. A slot is ROW_UNITS x
 //   COLUMN_UNITS units of 32 rows x 128 columns (the tiles of layouts.py, 2304 contiguous bytes).
 // ACTIVATIONS. The block's part of x lies in shared memory for good, brought by bulk copies in chunks of K with a
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
     // What to fetch next: a step of a tile. Lane 0 does the fetching.
     int next_step = step_begin + k_warp, next_tile = next_step < step_end ? first_tile : num_tiles;
     // `nothing` is 0 made from what was read of the slot last. A refill must not be on its way before all reads of the
-    // slot have returned: stores of other warps can hold up reads for longer than a copy takes.
+    // slot have returned: stores of other warps can hold up reads for longer than a copy takes. With
+    // more than one slot it is sent after the first columns are multiplied, when nobody has to wait for that any more.
     auto fetch = [&](int slot, u32 nothing) {
       if (next_tile >= num_tiles) return;
       if (lane == 0) {
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
           }
         }
         __syncwarp();
-        fetch(slot, codes[ROW_UNITS * COLUMN_UNITS - 1][3].w & args.zero);
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
+        const u32 nothing = codes[ROW_UNITS * COLUMN_UNITS - 1][3].w & args.zero;
+        if (SLOTS == 1) fetch(slot, nothing);  // the ring is empty: waiting for the reads costs less than a late refill
 
         const u32 x_here = x_first + (step - step_begin) * P::SLOT_X_BYTES;
         const u32 x_last_here = x_last + (step - step_begin) * last_step_bytes;
@@ -221,8 +222,10 @@ __global__ void __launch_bounds__(Plan<ROW_UNITS, COLUMN_UNITS, COLUMN_BLOCKS, C
               multiply_subtile<TYPE, FORMAT>(codes[u][kt * 2 + r % 2], scales[u][kt], r % 2 * 2, x, args.zero,
                                                       accumulators[r]);
             }
+            if (SLOTS > 1 && c == 0 && kt == 0) fetch(slot, nothing);
           }
         }
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
       }
       if (tile != first_tile) named_wait(2, P::THREADS);  // the epilogue has read the sums of the tile before
 #pragma unroll

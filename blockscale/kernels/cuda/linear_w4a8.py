@@ -51,6 +51,8 @@ def linear(x: Tensor, weight: PreparedWeight | E4m3Weight, bias: Tensor | None =
     x       [..., K] bfloat16 or float16, any strides
     weight  [N, K] in Layout.FRAGMENTS, rounded to E4M3 for this call, or what `prepare` made of it
     bias    [N] of the dtype of x or fp32
+
+    The product is rounded to bfloat16, whatever the dtype of x. FormatError for what it cannot take.
     """
     check_activation(_OP, x, weight.k)
     check_bias(_OP, bias, weight.n, x)
@@ -64,7 +66,7 @@ def linear(x: Tensor, weight: PreparedWeight | E4m3Weight, bias: Tensor | None =
         assert isinstance(weight, PreparedWeight)
         ready = prepare(weight)
     codes, scale = rows_to_e4m3(x)
-    # The scales of rows go with bfloat16 results only.
+    # torch takes scales of rows only where the result is bfloat16.
     y = torch._scaled_mm(codes, ready.codes.T, scale, ready.scale, out_dtype=torch.bfloat16, use_fast_accum=True)
     y = y[:, : ready.n].to(x.dtype)
     if bias is not None:

@@ -3,21 +3,21 @@
 // Three uses of one kernel (MODE), and a sum:
 //   GATED    h[pair] = act(gate, up) of x[token of the pair], for every pair (token, choice)
 //   DOWN     part[pair] = h[pair] times the expert's down weight, fp32; `combine` then sums each token's pairs
-//   TOKEN    y[token] at once: a block takes all experts of a token, its warps share them out. For one or two tokens,
-//            whose experts hardly ever coincide: no sum is left over, no other launch
+//   TOKEN    y[token] at once: a block takes all experts of a token, its warps share them out. For a few tokens,
+//            whose experts seldom coincide: no sum is left over, no other launch
 //
 // WORK. Each block finds the experts that were chosen from topk_ids itself (no launch for sorting, nothing read back)
-// and takes an even, contiguous share of the items (expert, row tile), so that it seldom changes the expert and with it
-// the activations in its shared memory. Experts without tokens are no items.
+// and takes an even, contiguous share of the items (8 rows of an expert, row tile), so that it seldom changes the expert
+// and with it the activations in its shared memory. Experts without tokens are no items.
 //
 // WEIGHTS go from row-major memory to registers: a lane owns 32 consecutive columns (16 bytes) of each of its rows per
 // step of 128 columns, so that four lanes read 64 bytes of a row. All of a warp's bytes of an item are asked for at
 // once, before the previous item is summed and stored. The order of K within a product is free, so the columns of a
 // lane become operands without any exchange; activations lie in shared memory in the same order.
 //
-// PRODUCTS. Weights are the 16-row operand, up to 8 rows of activations the 8-column one. More rows of one expert take
-// the same registers again. Warps share out K; their sums meet in shared memory and are added in a fixed order, as are
-// the choices of a token: the result depends on the operands alone.
+// PRODUCTS. Weights are the 16-row operand, up to 8 rows of activations the 8-column one. More rows of one expert are
+// items of their own, which find the weights in L2. Warps share out K; their sums meet in shared memory and are added
+// in a fixed order, as are the choices of a token: the result depends on the operands alone.
 //
 // PROGRAMMATIC LAUNCH. GATED waits for the kernel ahead before it reads anything and only then lets the next one start.
 // So when DOWN or TOKEN starts, all that was written before GATED is there: topk_ids. They read these and ask for
@@ -45,6 +45,7 @@ DEVICE float exponential(float v) { return __expf(v); }
 
 enum { GATED = 0, DOWN = 1, TOKEN = 2 };
 constexpr int MAX_COLUMNS = 8;    // rows of activations that one product takes
+constexpr int MAX_PARTS = 256;    // of 8 rows, that an expert may have
 constexpr int ZERO_BYTES = 2048;  // what lanes without a row read: as many steps as a warp has, at most 8
 
 struct Arguments {
@@ -87,9 +88,9 @@ struct Shared {
   char* x;       // [rows][x_stride]
   int* ids;      // [pairs]
   int* count;    // [experts]: rows of each
-  int* active;   // [pairs]: experts with rows; TOKEN: unused
+  int* active;   // [pairs]: groups, expert * MAX_PARTS + which 8 of its rows; TOKEN: unused
   int* rows;     // [2][8]: pairs of the rows in x
-  int* num;      // [2]: how many; then the number of active experts
+  int* num;      // [2]: how many; then the number of groups
 };
 
 // Which experts have rows, from the choices of all tokens. Ends in a barrier.
@@ -102,11 +103,15 @@ DEVICE void find_active(const Arguments& a, const Shared& s, int num_pairs, int 
       const u32 same = __match_any_sync(~0u, expert);
       const bool first = expert >= 0 && (same & ((1u << lane) - 1)) == 0;
       const u32 firsts = __ballot_sync(~0u, first);
-      if (first) {
-        s.active[__popc(firsts & ((1u << lane) - 1))] = expert;
-        s.count[expert] = __popc(same);
+      int parts = first ? (__popc(same) + MAX_COLUMNS - 1) / MAX_COLUMNS : 0, place = 0, total = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // 32 pairs are 4 parts of an expert at most
+        const u32 mask = __ballot_sync(~0u, parts > i);
+        place += __popc(mask & ((1u << lane) - 1));
+        total += __popc(mask);
       }
-      if (lane == 0) s.num[2] = __popc(firsts);
+      for (int i = 0; i < parts; i++) s.active[place + i] = expert * MAX_PARTS + i;
+      if (lane == 0) s.num[2] = total;
     }
     __syncthreads();
     return;
@@ -122,10 +127,13 @@ DEVICE void find_active(const Arguments& a, const Shared& s, int num_pairs, int 
   if (thread < 32) {
     int found = 0;
     for (int e = lane; e - lane < a.num_experts; e += 32) {
-      const bool has = e < a.num_experts && s.count[e] > 0;
-      const u32 mask = __ballot_sync(~0u, has);
-      if (has) s.active[found + __popc(mask & ((1u << lane) - 1))] = e;
-      found += __popc(mask);
+      const int parts = e < a.num_experts ? (s.count[e] + MAX_COLUMNS - 1) / MAX_COLUMNS : 0;
+      u32 more = __ballot_sync(~0u, parts > 0);
+      for (int i = 0; more != 0; i++) {  // seldom more than one
+        if (parts > i) s.active[found + __popc(more & ((1u << lane) - 1))] = e * MAX_PARTS + i;
+        found += __popc(more);
+        more = __ballot_sync(~0u, parts > i + 1);
+      }
     }
     if (lane == 0) s.num[2] = found;
   }
@@ -176,6 +184,16 @@ __global__ void __launch_bounds__(WK* WR * 32, BLOCKS) experts(const __grid_cons
     allow_next_kernel();
   }
   for (int i = thread; i < ZERO_BYTES / 16; i += THREADS) ((uint4*)s.zero)[i] = make_uint4(0, 0, 0, 0);
+  // A piece of a row of activations into shared memory, in the order of the weights; zeros past K and for no row.
+  const int pieces = slices_each * S * 16;
+  auto stage = [&](int row, int piece, const u16* from, bool is_row) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (is_row && piece * 8 < a.k) v = *(const uint4*)(from + piece * 8);
+    *(uint4*)(s.x + row * x_stride + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16) = natural_order(v);
+  };
+  const int is_x_there = MODE == GATED && a.num_tokens == 1;  // one token is the first row of all its experts
+  if (is_x_there)
+    for (int i = thread; i < pieces; i += THREADS) stage(0, i, (const u16*)a.x, true);
   if (MODE == TOKEN) {
     for (int p = thread; p < num_pairs; p += THREADS) s.ids[p] = expert_of(a, p);
     __syncthreads();
@@ -189,46 +207,56 @@ __global__ void __launch_bounds__(WK* WR * 32, BLOCKS) experts(const __grid_cons
   const int full = gridDim.x - (per_sm - 1) * a.num_sms;  // SMs with `per_sm` blocks
   const int sm = blockIdx.x % a.num_sms, layer = blockIdx.x / a.num_sms;
   const int share = sm * per_sm + layer - max(0, sm - full);
-  const int begin = (int)((long long)items * share / gridDim.x), end = (int)((long long)items * (share + 1) / gridDim.x);
+  const int begin = (int)((long long)items * share / gridDim.x);
+  const int end = (int)((long long)items * (share + 1) / gridDim.x);
 
   uint4 codes[R][S][2];
   u32 scales[R][S][2];
   float factor = 0.0f, factor_up = 0.0f;  // of the weights in registers
   bool is_used = false;                   // this warp has a slice
 
-  // The weights of an item's round into registers.
-  auto load = [&](int item, int round) {
+  // Where the lane's rows lie in an item's tile, in rows of the weight; a tile that reaches past N reads row N - 1.
+  const bool is_even = a.k % 128 == 0;
+  const int row_step = MODE == GATED && a.is_interleaved ? 2 : 1, up_rows = a.is_interleaved ? 1 : a.n;
+  const int lane_row = (MODE == GATED ? wr * (R / 2) : wr * R) * 16 + g;
+  const long long code_pitch = a.k / 2, scale_pitch = a.k / GROUP;
+
+  // The weights of a round into registers. `group`: an active group, or a token.
+  auto load = [&](int group, int tile, int round) {
     const int slice = round * WK + wk, choice = MODE == TOKEN ? slice / slices_each : 0;
-    const int tile = item % num_tiles, step = (slice - choice * slices_each) * S;
+    const int step = (slice - choice * slices_each) * S;
     int expert = -1;
-    if (slice < slices) expert = MODE == TOKEN ? s.ids[item / num_tiles * a.top_k + choice] : s.active[item / num_tiles];
+    if (slice < slices) expert = MODE == TOKEN ? s.ids[group * a.top_k + choice] : s.active[group] / MAX_PARTS;
     is_used = expert >= 0;
     if (!is_used) return;
-    const u8* const packed = a.packed + (long long)expert * weight_rows * (a.k / 2);
-    const u8* const scale = a.scale + (long long)expert * weight_rows * (a.k / GROUP);
+    const long long first = (long long)expert * weight_rows;
+    const int lane_k = step * 128 + t * 32, top = tile * TILE + lane_row;
+    const bool is_inside = tile * TILE + TILE <= a.n, is_whole = is_even && step + S <= steps;
 #pragma unroll
     for (int r = 0; r < R; r++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int block = MODE == GATED ? wr * (R / 2) + r / 2 : wr * R + r;
-        const int n = min(tile * TILE + block * 16 + g + 8 * h, a.n - 1);
-        const u32 row = MODE != GATED ? n : a.is_interleaved ? 2 * n + r % 2 : n + r % 2 * a.n;
+        int n = top + (MODE == GATED ? r / 2 : r) * 16 + 8 * h;
+        if (!is_inside) n = min(n, a.n - 1);
+        const long long row = first + n * row_step + (MODE == GATED && r % 2 ? up_rows : 0);
+        const u8* const codes_at = a.packed + row * code_pitch + lane_k / 2;
+        const u8* const scales_at = a.scale + row * scale_pitch + lane_k / GROUP;
 #pragma unroll
         for (int i = 0; i < S; i++) {
-          const int k = (step + i) * 128 + t * 32;
-          codes[r][i][h] = make_uint4(0, 0, 0, 0);
-          scales[r][i][h] = 0;
-          if (k < a.k) {
-            codes[r][i][h] = load_once((const uint4*)(packed + row * (u32)(a.k / 2) + k / 2));
-            const u8* const at = scale + row * (u32)(a.k / GROUP) + k / GROUP;
+          if (is_whole || lane_k + i * 128 < a.k) {
+            codes[r][i][h] = load_once((const uint4*)(codes_at + i * 64));
+            const u8* const at = scales_at + i * (128 / GROUP);
             scales[r][i][h] = FORMAT == NVFP4 ? load_cached((const u16*)at) : load_cached(at);
+          } else {
+            codes[r][i][h] = make_uint4(0, 0, 0, 0);
+            scales[r][i][h] = 0;
           }
         }
       }
     }
     factor = a.global_scale[expert * a.scales] * natural_factor<TYPE, FORMAT>();
     if (MODE == GATED) factor_up = a.global_scale[expert * a.scales + a.scales - 1] * natural_factor<TYPE, FORMAT>();
-    if (MODE == TOKEN) factor *= a.weights[item / num_tiles * a.top_k + choice];
+    if (MODE == TOKEN) factor *= a.weights[group * a.top_k + choice];
   };
 
   float sums[R][2][4];
@@ -267,102 +295,100 @@ __global__ void __launch_bounds__(WK* WR * 32, BLOCKS) experts(const __grid_cons
     }
   };
 
-  if (begin < end) load(begin, 0);
+  int group = begin / num_tiles, tile = begin % num_tiles;
+  if (begin < end) load(group, tile, 0);
   if (MODE != GATED) {
     wait_for_previous_kernel();
     allow_next_kernel();
   }
 
-  int staged = -1, staged_part = -1, x_parity = 0, parity = 0;
+  int staged = -1, x_parity = 0, parity = 0;
   for (int item = begin; item < end; item++) {
-    const int group = item / num_tiles, tile = item % num_tiles;  // group: an active expert, or a token
-    const int expert = MODE == TOKEN ? 0 : s.active[group];
-    const int parts = MODE == TOKEN ? 1 : (s.count[expert] + MAX_COLUMNS - 1) / MAX_COLUMNS;
-    for (int part = 0; part < parts; part++) {
-      if (group != staged || part != staged_part) {
-        // Nobody reads s.x: all have passed the barrier before the last item's output.
-        x_parity ^= 1;
-        if (MODE == TOKEN) {
-          if (thread == 0) s.num[x_parity] = a.top_k;
-        } else if (warp == 0) {
-          list_rows(s, expert, part * MAX_COLUMNS, num_pairs, x_parity);
-        }
-        __syncthreads();
-        const int pieces = slices_each * S * 16;  // zeros past K
-        for (int i = thread; i < s.num[x_parity] * pieces; i += THREADS) {
-          const int row = i / pieces, piece = i % pieces;
-          const int pair = MODE == TOKEN ? group * a.top_k + row : s.rows[x_parity * MAX_COLUMNS + row];
-          const long long source = MODE == GATED ? pair / a.top_k * a.stride : (long long)pair * a.k;
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (piece * 8 < a.k && (MODE != TOKEN || s.ids[pair] >= 0))
-            v = *(const uint4*)((const u16*)a.x + source + piece * 8);
-          *(uint4*)(s.x + row * x_stride + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16) = natural_order(v);
-        }
-        __syncthreads();
-        staged = group;
-        staged_part = part;
+    const int next_tile = tile + 1 < num_tiles ? tile + 1 : 0, next_group = next_tile ? group : group + 1;
+    if (group != staged) {
+      // Nobody reads s.x: all have passed the barrier before the last item's output.
+      x_parity ^= 1;
+      if (MODE == TOKEN) {
+        if (thread == 0) s.num[x_parity] = a.top_k;
+      } else if (warp == 0) {
+        list_rows(s, s.active[group] / MAX_PARTS, s.active[group] % MAX_PARTS * MAX_COLUMNS, num_pairs, x_parity);
       }
-      const int num_rows = s.num[x_parity];
-      float total[R][4];
-#pragma unroll
-      for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) total[r][e] = sums[r][0][e] = sums[r][1][e] = 0.0f;
-      for (int round = 0; round < rounds; round++) {
-        if (is_used) {
-          const int slice = round * WK + wk, choice = MODE == TOKEN ? slice / slices_each : 0;
-          const int row = MODE == TOKEN ? (g == 0 ? choice : -1) : (g < num_rows ? g : -1);
-          const int step = (slice - choice * slices_each) * S;
-          multiply((row < 0 ? s.zero : s.x + row * x_stride + step * 256) + t * 16);
-#pragma unroll
-          for (int r = 0; r < R; r++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              total[r][e] += (sums[r][0][e] + sums[r][1][e]) * (MODE == GATED && r % 2 ? factor_up : factor);
-              sums[r][0][e] = sums[r][1][e] = 0.0f;
-            }
-        }
-        // The next bytes are on their way while this item is finished. One round's stay for the next rows.
-        const bool is_last_round = round + 1 == rounds, is_last = is_last_round && part + 1 == parts;
-        if (is_last ? item + 1 < end : rounds > 1) load(item + is_last, is_last_round ? 0 : round + 1);
-      }
-      parity ^= 1;  // so that one barrier an item is enough
-      float* const mine = s.sums + parity * SUMS;
-#pragma unroll
-      for (int r = 0; r < R; r++)
-        ((float4*)mine)[((wk * WR + wr) * R + r) * 32 + lane] = make_float4(total[r][0], total[r][1], total[r][2], total[r][3]);
       __syncthreads();
-
-      // One output a thread: element `at` of a row block's 16 x 8.
-      for (int i = thread; i < TILE * MAX_COLUMNS; i += THREADS) {
-        const int block = i / 128, at = i % 128, column = 2 * (at / 4 % 4) + at % 2;
-        const int n = tile * TILE + block * 16 + at / 16 + at / 2 % 2 * 8;
-        if (column >= (MODE == TOKEN ? 1 : num_rows) || n >= a.n) continue;
-        const float* const here = mine + (MODE == GATED ? 2 * block : block) * 128 + at;
-        float sum = 0.0f, sum_up = 0.0f;
+      const int end_piece = s.num[x_parity] * pieces;
+      for (int i = thread + is_x_there * pieces; i < end_piece; i += THREADS) {  // loads of several rows at a time
+        const int row = i / pieces;
+        const int pair = MODE == TOKEN ? group * a.top_k + row : s.rows[x_parity * MAX_COLUMNS + row];
+        const long long offset = MODE == GATED ? pair / a.top_k * a.stride : (long long)pair * a.k;
+        stage(row, i - row * pieces, (const u16*)a.x + offset, MODE != TOKEN || s.ids[pair] >= 0);
+      }
+      __syncthreads();
+      staged = group;
+    }
+    const int num_rows = s.num[x_parity];
+    float total[R][4];
 #pragma unroll
-        for (int w = 0; w < WK; w++) {
-          sum += here[w * WR * R * 128];
-          if (MODE == GATED) sum_up += here[(w * WR * R + 1) * 128];
-        }
-        if (MODE == TOKEN) {
-          for (int c = 0; c < a.top_k && a.bias != nullptr; c++) {
-            const int chosen = s.ids[group * a.top_k + c];
-            if (chosen >= 0) sum += a.weights[group * a.top_k + c] * bias_of<TYPE>(a, (long long)chosen * a.n + n);
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) total[r][e] = sums[r][0][e] = sums[r][1][e] = 0.0f;
+    for (int round = 0; round < rounds; round++) {
+      if (is_used) {
+        const int slice = round * WK + wk, choice = MODE == TOKEN ? slice / slices_each : 0;
+        const int row = MODE == TOKEN ? (g == 0 ? choice : -1) : (g < num_rows ? g : -1);
+        const int step = (slice - choice * slices_each) * S;
+        multiply((row < 0 ? s.zero : s.x + row * x_stride + step * 256) + t * 16);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            total[r][e] += (sums[r][0][e] + sums[r][1][e]) * (MODE == GATED && r % 2 ? factor_up : factor);
+            sums[r][0][e] = sums[r][1][e] = 0.0f;
           }
-          ((u16*)a.out)[(long long)group * a.n + n] = to_half_bits<TYPE>(sum);
-          continue;
+      }
+      // The next bytes are on their way while this item is finished.
+      const bool is_last = round + 1 == rounds;
+      if (!is_last || item + 1 < end)
+        load(is_last ? next_group : group, is_last ? next_tile : tile, is_last ? 0 : round + 1);
+    }
+    parity ^= 1;  // so that one barrier an item is enough
+    float* const mine = s.sums + parity * SUMS;
+#pragma unroll
+    for (int r = 0; r < R; r++)
+      ((float4*)mine)[((wk * WR + wr) * R + r) * 32 + lane] =
+          make_float4(total[r][0], total[r][1], total[r][2], total[r][3]);
+    __syncthreads();
+
+    // One output a thread: element `at` of a row block's 16 x 8.
+    for (int i = thread; i < TILE * MAX_COLUMNS; i += THREADS) {
+      const int block = i / 128, at = i % 128, column = 2 * (at / 4 % 4) + at % 2;
+      const int n = tile * TILE + block * 16 + at / 16 + at / 2 % 2 * 8;
+      if (column >= (MODE == TOKEN ? 1 : num_rows) || n >= a.n) continue;
+      const float* const here = mine + (MODE == GATED ? 2 * block : block) * 128 + at;
+      float sum = 0.0f, sum_up = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WK; w++) {
+        sum += here[w * WR * R * 128];
+        if (MODE == GATED) sum_up += here[(w * WR * R + 1) * 128];
+      }
+      if (MODE == TOKEN) {
+        for (int c = 0; c < a.top_k && a.bias != nullptr; c++) {
+          const int chosen = s.ids[group * a.top_k + c];
+          if (chosen >= 0) sum += a.weights[group * a.top_k + c] * bias_of<TYPE>(a, (long long)chosen * a.n + n);
         }
-        const long long row = s.rows[x_parity * MAX_COLUMNS + column], first = (long long)expert * weight_rows;
-        if (MODE == DOWN) {
-          ((float*)a.out)[row * a.n + n] = sum + bias_of<TYPE>(a, first + n);
-        } else {
-          sum += bias_of<TYPE>(a, first + (a.is_interleaved ? 2 * n : n));
-          sum_up += bias_of<TYPE>(a, first + (a.is_interleaved ? 2 * n + 1 : n + a.n));
-          ((u16*)a.out)[row * a.n + n] = to_half_bits<TYPE>(gated(a, sum, sum_up));
-        }
+        ((u16*)a.out)[(long long)group * a.n + n] = to_half_bits<TYPE>(sum);
+        continue;
+      }
+      const long long row = s.rows[x_parity * MAX_COLUMNS + column];
+      const long long first = (long long)(s.active[group] / MAX_PARTS) * weight_rows;
+      if (MODE == DOWN) {
+        ((float*)a.out)[row * a.n + n] = sum + bias_of<TYPE>(a, first + n);
+      } else {
+        sum += bias_of<TYPE>(a, first + (a.is_interleaved ? 2 * n : n));
+        sum_up += bias_of<TYPE>(a, first + (a.is_interleaved ? 2 * n + 1 : n + a.n));
+        ((u16*)a.out)[row * a.n + n] = to_half_bits<TYPE>(gated(a, sum, sum_up));
       }
     }
+    group = next_group;
+    tile = next_tile;
   }
 }
 

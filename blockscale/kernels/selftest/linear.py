@@ -18,7 +18,7 @@ from blockscale.kernels.select import Choice, Kernel, Op
 from blockscale.kernels.selftest.outcome import Mismatch, check_equal, check_near, rounding
 
 N, K = 200, {NVFP4: 272, MXFP4: 288}  # not multiples of any tile
-ROWS = (1, 7, 33, 130, 300)
+ROWS = (1, 33, 300)  # few enough that all is built and tested within half a minute
 _EPSILON = 2.0**-23
 
 

@@ -5,7 +5,6 @@ step. So decoded values are compared: within a step of their block, and differen
 """
 
 from collections.abc import Callable
-from itertools import product as pairs
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _MOST_MOVED = 0.01  # of all elements
 
 
 def test_quantizer(choice: Choice, device: torch.device) -> str:
-    """Every dtype and option that the op has. Mismatch for the first that is wrong."""
+    """Every dtype, and with bfloat16 the options of the op. Mismatch for the first that is wrong."""
     run = launcher(choice.op, choice.kernel)
     count = 0
     for dtype in _DTYPES:
@@ -56,10 +55,13 @@ def _broken(x: Tensor) -> Tensor:
 
 def _nvfp4(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device: torch.device) -> int:
     scale = torch.tensor(0.0131)
-    options = [(False, False)] if choice.kernel is Kernel.CPU_QUANTIZE else list(pairs((False, True), (False, True)))
+    options = [(False, False)]
+    if x.dtype == torch.bfloat16 and choice.kernel is not Kernel.CPU_QUANTIZE:
+        options.append((True, True))
     for four_over_six, swizzled in options:
         chosen = {"four_over_six": four_over_six, "swizzled": swizzled}
-        for source, static in ((x, None), (x, scale), (_broken(x), scale)):
+        sources = ((x, None), (x, scale), (_broken(x), scale))
+        for source, static in sources if not swizzled else sources[1:]:
             found = run(source.to(device), None if static is None else scale.to(device), **chosen)
             expected = reference.quantize_nvfp4(source, static, **chosen)
             case = f"{what}, {'dynamic' if static is None else 'static'}, {chosen}"
@@ -69,41 +71,44 @@ def _nvfp4(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device
                 q = encode(x, NVFP4, global_scale=static)
                 check_equal(f"{case}, packed against formats", found[0].cpu(), q.packed)
                 check_equal(f"{case}, block_scale against formats", found[1].cpu(), q.block_scale)
-    return 3 * len(options)
+    return 3 * len(options) - (len(options) > 1)
 
 
 def _norm(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device: torch.device) -> int:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(x.shape[-1], generator=generator).to(x.dtype)
     scale, other = torch.tensor(0.0021), _values(x.dtype, seed=3)
-    for residual, unit_offset in pairs((None, other), (False, True)):
+    cases = [(None, False), (other, True)] if x.dtype == torch.bfloat16 else [(other, False)]
+    for residual, unit_offset in cases:
         there = None if residual is None else residual.to(device)
         found = run(x.to(device), weight.to(device), scale.to(device), residual=there, unit_offset=unit_offset)
         expected = reference.rms_norm_quantize(x, weight, scale, residual=residual, unit_offset=unit_offset)
         _check_steps(what, found, expected)
         if residual is not None:
             check_equal(f"{what}, residual", found[2].cpu(), expected[2])  # type: ignore[arg-type]
-    return 4
+    return len(cases)
 
 
 def _gated(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device: torch.device) -> int:
     scale, up = torch.tensor(0.0131), _values(x.dtype, seed=4)
-    for activation in ("silu", "gelu_tanh", "clamped"):
+    activations = ("silu", "gelu_tanh", "clamped") if x.dtype == torch.bfloat16 else ("silu",)
+    for activation in activations:
         found = run(x.to(device), up.to(device), scale.to(device), activation=activation, alpha=1.702, limit=7.0)
         expected = reference.silu_mul_quantize(x, up, scale, activation=activation, alpha=1.702, limit=7.0)
         _check_steps(f"{what}, {activation}", found, expected)
-    return 3
+    return len(activations)
 
 
 def _hadamard(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device: torch.device) -> int:
     scale = torch.tensor(0.0131)
-    for size in reference.HADAMARD_SIZES:
+    sizes = (16, 128) if x.dtype == torch.bfloat16 else (64,)
+    for size in sizes:
         found = run(x.to(device), scale.to(device), size)
         for name, a, b in zip(
             ("packed", "block_scale"), found, reference.hadamard_quantize(x, scale, size), strict=True
         ):
             check_equal(f"{what}, size {size}, {name}", a.cpu(), b)
-    return len(reference.HADAMARD_SIZES)
+    return len(sizes)
 
 
 def _sweep(what: str, run: Callable[..., Any], x: Tensor, choice: Choice, device: torch.device) -> int:

@@ -243,21 +243,53 @@ class DecodePlan:
     splits: int
 
 
-# Programs that a multiprocessor holds at once, for the choice of splits: registers and shared memory allow them
-_RESIDENT = {KVFormat.BITS16: 2, KVFormat.FP8: 3, KVFormat.NVFP4: 3}
+@dataclass(frozen=True)
+class Cut:
+    """A step's shape and how many programs of it a multiprocessor of sm_90 holds (its registers say so)."""
+
+    tokens: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# Measured on an H200, head dimension 128, 64 query heads on 8, 32k tokens (benchmarks/kernels_attention.py).
+# Five stages are what gives Triton two tiles in flight: the page table is looked up two stages before the pages.
+_NARROW_PAGES = {
+    KVFormat.BITS16: Cut(16, 4, 5, 2),
+    KVFormat.FP8: Cut(16, 2, 5, 6),
+    KVFormat.NVFP4: Cut(16, 1, 5, 12),
+}
+_WIDE_PAGES = {  # of 32 tokens or more
+    KVFormat.BITS16: Cut(16, 4, 5, 2),
+    KVFormat.FP8: Cut(32, 2, 5, 4),
+    KVFormat.NVFP4: Cut(32, 1, 5, 8),
+}
+_MANY_ROWS = Cut(16, 4, 2, 1)  # head dimensions over 128, or more than 8 query heads: twice the registers
 _COMBINED_COLUMNS = 32
 _MIN_SPLIT_TOKENS = 256  # below this a split costs more in starting and combining than it saves
 
 
 def plan_decode(cache: PagedCache, max_tokens: int, batch: int, group: int, device: Device) -> DecodePlan:
     """From shapes alone: as many splits as fill the device once, none shorter than a few steps."""
-    heads = 16 if group > 8 else 8
-    is_wide = cache.head_dim > 128 or heads > 8  # twice the registers
-    tokens = 32 if cache.page_size >= 32 and cache.format is KVFormat.NVFP4 and not is_wide else 16
+    heads = head_columns(group)
+    cut = (_WIDE_PAGES if cache.page_size >= 32 else _NARROW_PAGES)[cache.format]
+    if cache.head_dim > 128 or heads > 8:
+        cut = _MANY_ROWS
     programs = batch * cache.num_kv_heads * -(-group // heads)
-    slots = device.num_sms * (_RESIDENT[cache.format] - is_wide if device.type == "cuda" else 1)
+    slots = device.num_sms * cut.resident if device.type == "cuda" else 1
     splits = max(1, min(slots // programs, -(-max_tokens // _MIN_SPLIT_TOKENS)))
-    return DecodePlan(tokens, 4, 2, splits)
+    return DecodePlan(cut.tokens, cut.warps, cut.stages, splits)
+
+
+def head_columns(group: int) -> int:
+    """Columns that a program gives to the query heads of a KV head; larger groups take several programs."""
+    return 16 if group > 8 else 8
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """A power of two, and at least two products of 16 (NVFP4's even and odd elements make one each)."""
+    return max(32, triton.next_power_of_2(head_dim))
 
 
 def ptx_of(device: Device, is_wide: bool) -> int:
@@ -271,10 +303,13 @@ def ptx_of(device: Device, is_wide: bool) -> int:
     return PTX_E4M3.value if device.capability >= (8, 9) else PTX.value
 
 
-def decode_instructions(cache: PagedCache, device: Device) -> int:
-    """`ptx_of` for a cache: FP8 does not mind the order of bytes."""
+def decode_instructions(cache: PagedCache, device: Device, tokens: int, threads: int) -> int:
+    """`ptx_of` for a cache read in tiles of `tokens` by `threads`: FP8 does not mind the order of bytes."""
+    if cache.format is not KVFormat.NVFP4:
+        return ptx_of(device, True)
+    is_shared_out = tokens * padded_head_dim(cache.head_dim) // 2 >= 4 * threads  # four bytes a thread, or more
     strides = (stride for x in (cache.k, cache.v) for stride in x.stride()[:3])
-    return ptx_of(device, cache.format is not KVFormat.NVFP4 or not any(stride % 16 for stride in strides))
+    return ptx_of(device, is_shared_out and not any(stride % 16 for stride in strides))
 
 
 def combine(partial: Tensor, state: Tensor, lengths: Tensor, sinks: Tensor | None, out: Tensor) -> None:
@@ -364,7 +399,7 @@ def attention_decode(
     device = describe(q.device)
     group = num_heads // cache.num_kv_heads
     plan = plan or plan_decode(cache, page_table.shape[1] * cache.page_size, batch, group, device)
-    columns = 16 if group > 8 else 8
+    columns = head_columns(group)
     partial, state = out, out  # not touched without splits
     if plan.splits > 1:
         rows = batch, num_heads, plan.splits
@@ -373,7 +408,7 @@ def attention_decode(
 
     # Operands that a format does without are never read: any tensor stands in
     k_block, v_block = (as_bytes(s if s is not None else cache.k) for s in (cache.k_block_scale, cache.v_block_scale))
-    padded = triton.next_power_of_2(head_dim)
+    padded = padded_head_dim(head_dim)
     grid = (cache.num_kv_heads * -(-group // columns), batch, plan.splits)
     _decode_kernel[grid](
         q, as_bytes(cache.k), as_bytes(cache.v), k_block, v_block,
@@ -383,7 +418,8 @@ def attention_decode(
         q.stride(0), q.stride(1), *cache.k.stride()[:3], *cache.v.stride()[:3], *k_block.stride()[:3],
         *v_block.stride()[:3], page_table.stride(0), num_heads,
         D=head_dim, PADDED=padded, GROUP=group, N=columns, PAGE=cache.page_size, WINDOW=window, SOFTCAP=softcap,
-        HAS_SINK=sinks is not None, FORMAT=FORMAT_CODES[cache.format], HOW=decode_instructions(cache, device),
+        HAS_SINK=sinks is not None, FORMAT=FORMAT_CODES[cache.format],
+        HOW=decode_instructions(cache, device, plan.tokens, 32),
         W=plan.warps, T=plan.tokens, STAGES=plan.stages, IS_SPLIT=plan.splits > 1,
         ALIGNED=scale_alignment(k_block, v_block), num_warps=plan.warps,
     )  # fmt: skip

@@ -156,6 +156,7 @@ def attention_mla(
     *,
     scale: float,
     splits: int | None = None,
+    cut: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """[batch, num_heads, latent_dim] like q: one token a sequence, to be projected by the caller.
 
@@ -163,6 +164,7 @@ def attention_mla(
     page_table  int32 [batch, max_pages]; lengths int32 [batch], as in `attention_decode`
     scale       of the logits: the model's own, which the latent's width does not tell
     splits      of each context, from the shapes unless given
+    cut         heads and tokens of a tile, warps and stages, from the shapes unless given
     """
     check_dtype(OP, "q", q, (cache.dtype,))
     check_shape(OP, "q", q, (lengths.shape[0], None, cache.latent_dim + cache.rope_dim))
@@ -180,7 +182,7 @@ def attention_mla(
     if batch == 0 or num_heads == 0:
         return out
     device = describe(q.device)
-    rows, tokens, warps = tile(num_heads, device.shared_memory_bytes)
+    rows, tokens, warps, stages = cut or tile(num_heads, device.shared_memory_bytes)
     blocks = -(-num_heads // rows)
     splits = splits or max(1, min(device.num_sms // (batch * blocks), -(-page_table.shape[1] * cache.page_size // 256)))
     partial, state = out, out  # not touched without splits
@@ -188,13 +190,17 @@ def attention_mla(
         partial = torch.empty((batch, num_heads, splits, cache.latent_dim), dtype=torch.float32, device=q.device)
         state = torch.empty((batch, num_heads, splits, 2), dtype=torch.float32, device=q.device)
     block = as_bytes(cache.pages if cache.block_scale is None else cache.block_scale)
-    is_wide = cache.format is not KVFormat.NVFP4 or not any(stride % 16 for stride in cache.pages.stride()[:2])
+    # PTX needs four neighbouring bytes a thread, of the part with positions too
+    is_shared_out = tokens * cache.rope_dim // 2 >= 4 * 32 * warps
+    is_wide = cache.format is not KVFormat.NVFP4 or (
+        is_shared_out and not any(stride % 16 for stride in cache.pages.stride()[:2])
+    )
     _mla_kernel[(blocks, batch, splits)](
         q, as_bytes(cache.pages), block, q if cache.scale is None else cache.scale, page_table, lengths, out, partial,
         state, scale, q.stride(0), q.stride(1), *cache.pages.stride()[:2], *block.stride()[:2], page_table.stride(0),
         num_heads,
         LATENT=cache.latent_dim, ROPE=cache.rope_dim, PAGE=cache.page_size, FORMAT=FORMAT_CODES[cache.format],
-        HOW=ptx_of(device, is_wide), M=rows, T=tokens, STAGES=2, IS_SPLIT=splits > 1,
+        HOW=ptx_of(device, is_wide), M=rows, T=tokens, STAGES=stages, IS_SPLIT=splits > 1,
         ALIGNED=scale_alignment(block, block), num_warps=warps,
     )  # fmt: skip
     if splits > 1:
@@ -202,8 +208,8 @@ def attention_mla(
     return out
 
 
-def tile(num_heads: int, shared_memory_bytes: int) -> tuple[int, int, int]:
-    """(heads, tokens, warps) of a tile: 64 heads of queries and two tiles of latents fit Hopper's shared memory."""
+def tile(num_heads: int, shared_memory_bytes: int) -> tuple[int, int, int, int]:
+    """(heads, tokens, warps, stages): 64 heads of queries and two tiles of 64 latents fit Hopper's shared memory."""
     if num_heads > 16 and shared_memory_bytes > 200 << 10:
-        return 64, 32, 8
-    return 16, 32 if shared_memory_bytes > 110 << 10 else 16, 4
+        return 64, 64, 8, 2
+    return 16, 32 if shared_memory_bytes > 110 << 10 else 16, 4, 2

@@ -24,6 +24,7 @@ from blockscale.kernels.triton.attention_decode import (
     capped,
     check_attention,
     decode_instructions,
+    padded_head_dim,
     scale_alignment,
 )
 from blockscale.kernels.triton.kv_decode import (
@@ -188,7 +189,7 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """[total queries, num_heads, D] like q: causal attention of chunks of queries to their sequences' pages.
 
@@ -196,7 +197,7 @@ def attention_prefill(
     page_table  int32 [batch, max_pages]; entries past a sequence's length are not read
     lengths     int32 [batch]: tokens in the pages, the chunk's own included: the chunk's queries are the last of them
     cu_seqlens  int32 [batch + 1]: where each chunk begins in q, and the total at the end; a chunk may be empty
-    tile        rows and tokens of a tile, from the shapes unless given
+    tile        rows and tokens of a tile and stages in flight, from the shapes unless given
     Other arguments and errors as in `attention_decode`. Rows past cu_seqlens[-1] are left as they were allocated.
     """
     check_attention(OP, q, cache, page_table, lengths, sinks, window, softcap)
@@ -212,11 +213,12 @@ def attention_prefill(
         return out
     device = describe(q.device)
     group = num_heads // cache.num_kv_heads
-    padded = triton.next_power_of_2(head_dim)
+    padded = padded_head_dim(head_dim)
     has_warpgroups = device.capability is not None and device.capability[0] in (9, 10)
-    rows, tokens = tile or default_tile(total // batch * group, padded, has_warpgroups)
+    rows, tokens, stages = tile or default_tile(total // batch * group, padded, has_warpgroups)
     rows = max(rows, triton.next_power_of_2(group))
     queries = rows // group
+    warps = 4 if rows < 64 or (rows == 64 and padded <= 128) else 8
 
     k_block, v_block = (as_bytes(s if s is not None else cache.k) for s in (cache.k_block_scale, cache.v_block_scale))
     # Each sequence may end in a tile that is not full; spare programs leave at once
@@ -229,21 +231,26 @@ def attention_prefill(
         q.stride(0), q.stride(1), *cache.k.stride()[:3], *cache.v.stride()[:3], *k_block.stride()[:3],
         *v_block.stride()[:3], page_table.stride(0), num_heads, batch,
         D=head_dim, PADDED=padded, GROUP=group, PAGE=cache.page_size, WINDOW=window, SOFTCAP=softcap,
-        HAS_SINK=sinks is not None, FORMAT=FORMAT_CODES[cache.format], HOW=decode_instructions(cache, device),
-        M=rows, QUERIES=queries, T=tokens, STAGES=2, ALIGNED=scale_alignment(k_block, v_block),
-        MAX_SEQUENCES=triton.next_power_of_2(batch), num_warps=4 if rows < 64 or (rows == 64 and padded <= 128) else 8,
+        HAS_SINK=sinks is not None, FORMAT=FORMAT_CODES[cache.format],
+        HOW=decode_instructions(cache, device, tokens, 32 * warps),
+        M=rows, QUERIES=queries, T=tokens, STAGES=stages, ALIGNED=scale_alignment(k_block, v_block),
+        MAX_SEQUENCES=triton.next_power_of_2(batch), num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def default_tile(rows: int, padded_dim: int, has_warpgroups: bool) -> tuple[int, int]:
-    """(rows, tokens) for about `rows` rows a sequence: wide tiles where there are rows to fill them.
+def default_tile(rows: int, padded_dim: int, has_warpgroups: bool) -> tuple[int, int, int]:
+    """(rows, tokens, stages) for about `rows` rows a sequence: wide tiles where there are rows to fill them.
 
     Products of warp groups (sm_90, sm_100) read tiles from shared memory; elsewhere tiles of 64 tokens spill.
     """
     if padded_dim > 128:
-        return (64 if rows > 16 else 16), 32
-    return (128 if rows >= 128 else 64 if rows > 16 else 16), (64 if has_warpgroups else 32)
+        return (64 if rows > 16 else 16), 32, 2
+    return (
+        (128 if rows >= 128 else 64 if rows > 16 else 16),
+        (64 if has_warpgroups else 32),
+        (5 if has_warpgroups else 2),
+    )
 
 
 def attention_dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:

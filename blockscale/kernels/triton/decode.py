@@ -19,6 +19,8 @@ import triton.language as tl
 NVFP4_SHIFT = 8
 
 _2_126 = tl.constexpr(2.0**126)
+_FMA_F16 = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $1, $2, z; }")
+_FMA_BF16 = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
 
 
 @triton.jit
@@ -76,19 +78,16 @@ def multiply_pairs(a, b, HALF: tl.constexpr):
     Written out because the compiler, left to pair 16-bit products by itself, adds a shuffle for every one. fma is what
     sm_80 has for bf16, and a * b + -0.0 is a * b.
     """
-    if HALF:
-        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $1, $2, z; }"
-    else:
-        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"
+    asm: tl.constexpr = _FMA_F16 if HALF else _FMA_BF16
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _scaled_pair(word, scale, DTYPE: tl.constexpr, Q: tl.constexpr, MX: tl.constexpr):
     """-> [..., 2] of DTYPE: codes Q and Q + 4 of each word times its scale."""
-    HALF: tl.constexpr = DTYPE == tl.float16
+    HALF: tl.constexpr = tl.float16 == DTYPE
     bits = _pair(word, Q, HALF)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         low = (bits << 16).to(tl.float32, bitcast=True) * _2_126 * scale
         high = (bits & -0x10000).to(tl.float32, bitcast=True) * _2_126 * scale
     else:
@@ -111,12 +110,12 @@ def _scaled_word(word, scale, DTYPE: tl.constexpr, MX: tl.constexpr):
 @triton.jit
 def _operand_scale(byte, DTYPE: tl.constexpr, MX: tl.constexpr):
     """uint8 scales -> what codes are multiplied by: fp32, or int32 that holds the bits of DTYPE twice."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         factor = e8m0(byte)
     else:
         if MX:
             bits = _e8m0_bits(byte)
-        elif DTYPE == tl.float16:  # codes come times 2^-14
+        elif tl.float16 == DTYPE:  # codes come times 2^-14
             bits = (_e4m3_half(byte).to(tl.float32) * 16384.0).to(tl.float16).to(tl.int16, bitcast=True)
         else:  # 2^-126
             bits = (_e4m3_half(byte).to(tl.float32) * _2_126).to(tl.bfloat16).to(tl.int16, bitcast=True)

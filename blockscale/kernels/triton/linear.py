@@ -8,7 +8,7 @@ from their codes, and few rows of x cost few columns. Few rows leave many multip
 a second kernel adds the parts in a fixed order: every call with the same operands gives the same bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -35,7 +35,7 @@ _NVFP4_FACTOR = tl.constexpr(2.0**NVFP4_SHIFT)
 
 @dataclass(frozen=True)
 class Config:
-    """How one product is cut: a program computes `block_n` outputs of `block_m` rows over K / `split`, `block_k` a step.
+    """How a product is cut: a program makes `block_n` outputs of `block_m` rows over K / `split`, `block_k` a step.
 
     reorder   x is brought into the order of the decoded weights by a kernel of its own, else inside each program
     unchained on sm_90: keeps Triton from leaving wgmmas in flight from one step to the next, which ptxas answers by
@@ -263,9 +263,9 @@ def multiply(
     split, is_mx = config.split, weight.format == MXFP4
     steps = triton.cdiv(triton.cdiv(k, config.block_k), split)
     target = torch.empty(split, m, n, dtype=torch.float32, device=x.device) if split > 1 else y
-    ends = dict(MX=is_mx, HAS_INPUT_SCALE=input_scale is not None, HAS_BIAS=bias is not None)
+    ends = {"MX": is_mx, "HAS_INPUT_SCALE": input_scale is not None, "HAS_BIAS": bias is not None}
     # arguments that are not read still need a pointer
-    alpha, offset = y if input_scale is None else input_scale, y if bias is None else bias
+    alpha, offset = y if input_scale is None else input_scale, y if bias is None else bias.contiguous()
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(m, config.block_m), split)
     _multiply[grid](
         x,
@@ -295,30 +295,43 @@ def multiply(
         **ends,
     )
     if split > 1:
-        grid = (triton.cdiv(m * n, 1024),)
-        _add_parts[grid](target, weight.global_scale, alpha, offset, y, n, m * n, BLOCK=1024, SPLIT=split, **ends)
+        blocks = triton.cdiv(m * n, 1024)
+        _add_parts[(blocks,)](target, weight.global_scale, alpha, offset, y, n, m * n, BLOCK=1024, SPLIT=split, **ends)
 
 
-# capability from -> (M up to, tile); the last row serves every larger M. Split and shared memory are not in the table
+# capability from -> (M up to, tile), the last row for every larger M. Measured on an H200; the others keep to what
+# their shared memory holds and their registers take without spills (sm_86, sm_89 and sm_120 have 99 KB a program)
+_MMA = (
+    (8, Config(64, 8, 128, 4, 4)),
+    (16, Config(64, 16, 128, 4, 4)),
+    (32, Config(64, 32, 128, 4, 3)),
+    (64, Config(64, 64, 64, 4, 3)),
+    (0, Config(128, 128, 64, 8, 3, reorder=True)),
+)
 _TILES: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
-    (8, 0): (
-        (8, Config(64, 8, 128, 4, 4)),
-        (16, Config(64, 16, 128, 4, 4)),
-        (32, Config(64, 32, 128, 4, 3)),
-        (64, Config(64, 64, 64, 4, 3)),
-        (0, Config(128, 128, 64, 8, 3, reorder=True)),
-    ),
+    (8, 0): _MMA,
     (9, 0): (
-        (8, Config(64, 8, 128, 4, 4)),
-        (16, Config(64, 16, 128, 4, 4)),
-        (32, Config(64, 32, 128, 4, 4)),
-        (64, Config(64, 64, 128, 4, 3)),
-        (0, Config(128, 128, 128, 8, 3, reorder=True)),
+        (16, Config(64, 16, 128, 4, 5, unchained=True)),
+        (64, Config(128, 64, 128, 8, 3, unchained=True)),
+        (0, Config(128, 128, 128, 8, 2, reorder=True, unchained=True)),
     ),
+    (10, 0): (
+        (16, Config(64, 16, 128, 4, 4)),
+        (64, Config(64, 64, 128, 4, 3)),
+        (0, Config(128, 128, 128, 8, 2, reorder=True)),
+    ),
+    (12, 0): _MMA,
 }
+_WARPS_PER_SM, _FEWEST_STEPS, _LARGEST_SPLIT = 16, 4, 16  # what parts of K aim at; large tiles fill half of it
 
 
 def choose(m: int, n: int, k: int, capability: tuple[int, int], num_sms: int) -> Config:
     """The configuration for a product [M, K] x [N, K] on a GPU: the table's tile, and as many parts of K as fill it."""
     table = _TILES[max((c for c in _TILES if c <= capability), default=(8, 0))]
-    return next(config for limit, config in table if m <= limit or not limit)
+    config = next(config for limit, config in table if m <= limit or not limit)
+    tiles = triton.cdiv(n, config.block_n) * triton.cdiv(m, config.block_m)
+    programs = num_sms * _WARPS_PER_SM // (config.num_warps * (2 if config.reorder else 1))
+    steps, split = triton.cdiv(k, config.block_k), 1
+    while 2 * split * tiles <= programs and 2 * split * _FEWEST_STEPS <= steps and 2 * split <= _LARGEST_SPLIT:
+        split *= 2
+    return replace(config, split=split)

@@ -108,7 +108,11 @@ def _norm_kernel(
     residual += row * residual_stride
     new_residual += row * num_blocks * 16
     normed += row * num_blocks * 16
-    low, high = _load_sum(x, residual, block * 16, block < num_blocks, HAS_RESIDUAL)
+    scale = tl.load(global_scale)
+    mask = block < num_blocks
+    low, high = _load_sum(x, residual, block * 16, mask, HAS_RESIDUAL)
+    # before the reduction, which waits for all of the row
+    weight_low, weight_high = load_halves(weight, block * 16, mask)
     squares = low * low + high * high  # [BLOCKS, 8]
     if not IS_WHOLE:
         for start in range(BLOCKS, num_blocks, BLOCKS):
@@ -117,22 +121,23 @@ def _norm_kernel(
             squares += low * low + high * high
     mean = tl.div_rn(tl.sum(tl.sum(squares, axis=1), axis=0), (num_blocks * 16).to(tl.float32))
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
-    scale = tl.load(global_scale)
 
-    for start in range(0, (num_blocks + 3) // 4 * 4, BLOCKS):
-        at = start + block
+    for part in range(1 if IS_WHOLE else (num_blocks + BLOCKS - 1) // BLOCKS):
+        at = part * BLOCKS + block
         mask = at < num_blocks
         if not IS_WHOLE:
             low, high = _load_sum(x, residual, at * 16, mask, HAS_RESIDUAL)
-        if HAS_RESIDUAL:  # after its last use as an input: both may be one tensor
+            weight_low, weight_high = load_halves(weight, at * 16, mask)
+        if HAS_RESIDUAL:
             store_halves(new_residual, at * 16, low, high, mask)
-        weight_low, weight_high = load_halves(weight, at * 16, at < num_blocks)
         y_low = _normalize(low, widened(weight_low), factor, x.dtype.element_ty, UNIT_OFFSET)
         y_high = _normalize(high, widened(weight_high), factor, x.dtype.element_ty, UNIT_OFFSET)
         if HAS_NORMED:
             store_halves(normed, at * 16, y_low, y_high, mask)
         low_word, high_word, code = quantize_halves(y_low, y_high, scale, FOUR_OVER_SIX, LARGEST)
-        store_codes(packed, block_scale, row, start, 0, block, low_word, high_word, code, mask, num_blocks, SWIZZLE)
+        store_codes(
+            packed, block_scale, row, part * BLOCKS, 0, block, low_word, high_word, code, mask, num_blocks, SWIZZLE
+        )
 
 
 def rms_norm_quantize(

@@ -41,7 +41,7 @@ UNSCALED_MAX, UNSCALED_MAX_WITH_HEADROOM = E2M1.max * E4M3.max, E2M1.max * 256.0
 AMAX_BLOCKS = 512  # a tile of the first launch of the dynamic way
 _WORD_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PROGRAMS_A_SM = 8  # of the kernel for contiguous tensors
-FAR = 2**31 // 64
+FAR = 2**31 // 64  # elements between rows: positions within a tile are 32-bit
 _FEW, _MANY = 64, 1024  # amaxes that it leaves to the second
 
 
@@ -54,9 +54,9 @@ class Tile:
     num_warps: int
 
 
-FLAT = Tile(1, 128, 4)  # contiguous tensors: one long row
+FLAT = Tile(1, 256, 8)  # contiguous tensors: one long row
 ONE_ROW = Tile(1, 128, 4)
-STRIDED = Tile(2, 64, 4)
+STRIDED = Tile(4, 64, 4)
 SWIZZLED = Tile(32, 16, 4)
 
 
@@ -67,8 +67,10 @@ def _amax_kernel(x, partials, num_rows, row_stride, num_blocks, tiles_a_row, BLO
     num_tiles = num_rows * tiles_a_row
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = (tile // tiles_a_row).to(tl.int64)
-        block = (tile % tiles_a_row) * BLOCKS + tl.arange(0, BLOCKS)
-        low, high = load_halves(x + row * row_stride, block.to(tl.int64) * 16, block < num_blocks, True)
+        first = (tile % tiles_a_row).to(tl.int64) * BLOCKS
+        block = tl.arange(0, BLOCKS)
+        mask = block < tl.minimum(num_blocks - first, BLOCKS).to(tl.int32)
+        low, high = load_halves(x + row * row_stride + first * 16, block * 16, mask, True)
         low, high = tl.abs(widened(low)), tl.abs(widened(high))
         largest = tl.maximum(largest, tl.where(low < float("inf"), low, 0.0))
         largest = tl.maximum(largest, tl.where(high < float("inf"), high, 0.0))
