@@ -9,7 +9,7 @@ and of these (and s = 1) the one of least ||X W^T - Qx(X / s) Qw(W diag(s))^T||^
 not s = 1, so "no smoothing" is a candidate of its own, and the choice is never worse than it on the sample.
 
 1/s is folded into what makes the input: a norm's weight, or the rows of the linear before. Where that is v_proj of a
-model with grouped queries, `share_across_heads` makes the scale one that v_proj's rows can hold.
+model with grouped queries, channels that read one row of it share a scale, the geometric mean of theirs.
 
 Source: Lin et al., "AWQ", arXiv 2306.00978; the formula is Model Optimizer's awq_lite.
 """
@@ -134,32 +134,6 @@ def best_smoothing(
         if loss < best.loss:
             best = Smoothing(scale, exponent, loss, baseline)
     return best
-
-
-def share_across_heads(scale: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[num_heads * head_dim]: `scale` made equal across the query heads that read one key/value head.
-
-    Channel (h, d) of o_proj's input is a mean over tokens of v_proj's row (h // (num_heads / num_kv_heads), d), so
-    only such scales can move into v_proj. Each becomes the geometric mean of its group.
-    """
-    group = _grouped(scale, num_heads, num_kv_heads, head_dim)
-    return group.double().log().mean(1, keepdim=True).exp().to(scale.dtype).expand_as(group).flatten()
-
-
-def value_row_scale(scale: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[num_kv_heads * head_dim]: what v_proj's rows (and bias) are divided by, for a scale of `share_across_heads`."""
-    return _grouped(scale, num_heads, num_kv_heads, head_dim)[:, 0].flatten()
-
-
-def _grouped(scale: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[num_kv_heads, heads per group, head_dim]"""
-    if num_kv_heads < 1 or num_heads % num_kv_heads or scale.shape != (num_heads * head_dim,):
-        raise FormatError(
-            f"a scale of {list(scale.shape)} does not fit {num_heads} query and {num_kv_heads} key/value heads "
-            f"of {head_dim} channels",
-            hint="it has one entry for each channel of each query head",
-        )
-    return scale.view(num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
 def check_channels(statistic: Tensor, weight_rows: Tensor) -> None:

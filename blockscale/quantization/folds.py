@@ -17,7 +17,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
-from blockscale.errors import FormatError, RecipeError
+from blockscale.errors import FormatError
 from blockscale.host.linear import KeptLinear
 from blockscale.host.weights import HostedWeights
 from blockscale.quantization.sites import Site
@@ -84,17 +84,6 @@ class AppliedFold:
     scale: Tensor
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     pre_quant_scale: Tensor | None = None
-
-
-def require_fold(site: Site, found: Mapping[str, Fold | NoFold]) -> Fold:
-    """The site's fold. RecipeError with the reason if it has none."""
-    outcome = found[site.name]
-    if isinstance(outcome, Fold):
-        return outcome
-    hint = "a recipe without smoothing there"
-    if outcome.has_room_for_scale:
-        hint += ", or with the scale stored (modelopt dialect only)"
-    raise RecipeError(f"{site.name}: a smoothing scale cannot be folded: {outcome.reason}", hint=hint)
 
 
 def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, *, path: str, weights: HostedWeights) -> AppliedFold:

@@ -13,8 +13,6 @@ from blockscale.algorithms.awq import (
     awq_scales,
     best_smoothing,
     bounded_scale,
-    share_across_heads,
-    value_row_scale,
 )
 from blockscale.algorithms.fake_quantize import round_activation
 from blockscale.algorithms.smoothquant import smoothquant_scales
@@ -193,52 +191,3 @@ def test_shapes_that_do_not_fit() -> None:
         awq_scales(torch.ones(20), torch.ones(4, 20))
     with pytest.raises(FormatError, match=r"\[16\]"):
         smoothquant_scales(torch.ones(16), torch.ones(16))
-
-
-# Grouped queries
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, o: Tensor, x: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """[T, K] -> [T, N]; projections [heads * d, K], [kv_heads * d, K] twice, [N, heads * d]."""
-    query, key, value = (
-        (x @ w.T).unflatten(-1, (n, -1)).transpose(0, 1) for w, n in ((q, heads), (k, kv_heads), (v, kv_heads))
-    )
-    key, value = (t.repeat_interleave(heads // kv_heads, 0) for t in (key, value))
-    mixed = torch.softmax(query @ key.transpose(-1, -2), -1) @ value  # [heads, T, d]
-    return mixed.transpose(0, 1).flatten(1) @ o.T
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from([(4, 4), (6, 2), (4, 1)]), st.integers(0, 2**32 - 1))
-def test_a_shared_scale_moves_into_the_values(heads: tuple[int, int], seed: int) -> None:
-    num_heads, num_kv_heads = heads
-    d, k = 3, 8
-    x = normal(5, k, seed=seed, dtype=torch.float64)
-    q, key, v = (
-        normal(n * d, k, seed=seed + i, dtype=torch.float64)
-        for i, n in ((1, num_heads), (2, num_kv_heads), (3, num_kv_heads))
-    )
-    o = normal(7, num_heads * d, seed=seed + 4, dtype=torch.float64)
-    scale = share_across_heads(
-        normal(num_heads * d, seed=seed + 5, dtype=torch.float64).exp(), num_heads, num_kv_heads, d
-    )
-    rows = value_row_scale(scale, num_heads, num_kv_heads, d)
-    before = attention(q, key, v, o, x, num_heads, num_kv_heads)
-    after = attention(q, key, v / rows.unsqueeze(1), o * scale, x, num_heads, num_kv_heads)
-    assert torch.allclose(before, after, rtol=1e-11, atol=1e-11)
-
-
-def test_shared_scales_are_geometric_means() -> None:
-    scale = torch.tensor([1.0, 2, 4, 8, 9, 3, 1, 27])  # 4 heads of 2 channels, 2 key/value heads
-    shared = share_across_heads(scale, 4, 2, 2)
-    assert shared.tolist() == pytest.approx([2, 4, 2, 4, 3, 9, 3, 9])
-    assert value_row_scale(shared, 4, 2, 2).tolist() == pytest.approx([2, 4, 3, 9])
-    assert share_across_heads(shared, 4, 2, 2).tolist() == pytest.approx(shared.tolist())
-    own = share_across_heads(scale, 4, 4, 2)
-    assert own.tolist() == pytest.approx(scale.tolist())
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 3, 2), (4, 0, 2), (4, 2, 3)])
-def test_heads_that_do_not_fit(heads: int, kv_heads: int, dim: int) -> None:
-    with pytest.raises(FormatError, match="heads"):
-        share_across_heads(torch.ones(8), heads, kv_heads, dim)

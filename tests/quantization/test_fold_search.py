@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockscale.algorithms.awq import share_across_heads
 from blockscale.checkpoint.linear import W4A16, QuantizedLinear
 from blockscale.errors import ModelError
 from blockscale.formats.spec import NVFP4
@@ -142,14 +141,16 @@ def test_experts_without_tokens_have_folds_of_their_own(family: str, tiny_model:
 
 
 def test_grouped_queries_share_a_scale(tiny_model: Find) -> None:
-    """4 query heads of 16 channels read 2 value heads: the same as AWQ's rule."""
+    """4 query heads of 16 channels read 2 value heads: each pair takes the geometric mean."""
     found = folds_of(hosted_layers(tiny_model("llama"))[0])
     fold = found["model.layers.0.self_attn.o_proj"]
     assert isinstance(fold, Fold)
     heads = torch.arange(64) // 16
     assert torch.equal(fold.index, heads // 2 * 16 + torch.arange(64) % 16)
     scale = torch.rand(64, generator=torch.Generator().manual_seed(1)) + 0.5
-    assert torch.allclose(fold.shared(scale), share_across_heads(scale, 4, 2, 16), rtol=1e-6)
+    first, second = scale.view(2, 2, 16).unbind(1)
+    mean = (first * second).sqrt().unsqueeze(1).expand(2, 2, 16).flatten()
+    assert torch.allclose(fold.shared(scale), mean, rtol=1e-6)
 
 
 def test_joined_projections(tiny_model: Find) -> None:

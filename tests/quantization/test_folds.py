@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockscale.errors import FormatError, RecipeError
+from blockscale.errors import FormatError
 from blockscale.quantization.fold_search import find_folds
 from blockscale.quantization.folds import (
     AppliedFold,
     Fold,
     FoldKind,
-    NoFold,
     apply_fold,
     effective_scale,
-    require_fold,
     scale_columns,
 )
 from blockscale.quantization.sites import Site, find_sites
@@ -236,13 +234,3 @@ def test_what_is_no_scale_is_refused(scale: Tensor, tiny_model: Find) -> None:
     with pytest.raises(FormatError, match="smoothing scale"):
         apply_fold(hosted.layer, fold, scale, path=hosted.path, weights=hosted.weights)
     assert torch.equal(hosted.logits(), before)
-
-
-def test_a_recipe_that_demands_a_fold() -> None:
-    site = Site("a.q_proj", ("a.q_proj",), ("q_proj",), 16, is_expert=False)
-    fold = Fold(FoldKind.NORM, "norm", torch.arange(16))
-    assert require_fold(site, {"a.q_proj": fold}) is fold
-    for has_room in (False, True):
-        with pytest.raises(RecipeError, match=r"a\.q_proj: .* the norm has two heads") as caught:
-            require_fold(site, {"a.q_proj": NoFold("the norm has two heads", has_room)})
-        assert ("modelopt dialect only" in caught.value.hint) == has_room
