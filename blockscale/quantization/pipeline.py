@@ -63,7 +63,7 @@ def run(
     """Streams every unit into `output` and publishes it. `calibration`: what `statistics` were found on; `search`: how
     the recipe was, for the checkpoint's record."""
     dialect = DIALECTS[recipe.dialect]
-    units = make_units(plan, output, dialect, statistics, device)
+    units = make_units(plan, output, dialect, statistics, ActivationScale(recipe.activation_scale), device)
     total = sum(unit.num_bytes for unit in units)
     done = sum(unit.num_bytes for unit in units if unit.name in output.done)
     for unit, record in run_units([unit for unit in units if unit.name not in output.done]):

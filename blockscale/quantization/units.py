@@ -22,13 +22,18 @@ _KV_BOUND = 448.0  # of both FP8 and NVFP4 caches, as every loader expects
 
 
 def make_units(
-    plan: Plan, output: OutputFolder, dialect: Any, statistics: ActivationStatistics, device: str
+    plan: Plan,
+    output: OutputFolder,
+    dialect: Any,
+    statistics: ActivationStatistics,
+    activation_scale: ActivationScale,
+    device: str,
 ) -> list[Unit]:
-    """Every unit of a plan."""
+    """Every unit of a plan. `activation_scale`: how block scales of activations will be chosen."""
     units = []
     for name, members in plan.groups.items():
         num_bytes = sum(plan.linears[m].tensor.num_bytes for m in members)
-        run = _group_unit(plan, members, output, dialect, statistics, device)
+        run = _group_unit(plan, members, output, dialect, statistics, activation_scale, device)
         units.append(Unit(name, num_bytes, num_bytes, run))
     return units + [copy_unit(tensor, output) for tensor in plan.copied]
 
@@ -39,6 +44,7 @@ def _group_unit(
     output: OutputFolder,
     dialect: Any,
     statistics: ActivationStatistics,
+    activation_scale: ActivationScale,
     device: str,
 ) -> Callable[[], dict[str, dict[str, Any]]]:
     def run_unit() -> dict[str, dict[str, Any]]:
@@ -52,7 +58,7 @@ def _group_unit(
                 weights[i], linear.scheme.weight, linear.method, global_scale, linear.tensor.name
             )
             weights[i] = torch.empty(0)
-            input_scale = _input_global_scale(linear, input_amax)
+            input_scale = _input_global_scale(linear, input_amax, activation_scale)
             quantized = QuantizedLinear(linear.scheme, weight, input_scale)
             for name, tensor in dialect.to_tensors(linear.module, quantized).items():
                 output.write(name, tensor)
@@ -77,19 +83,19 @@ def _shared_global_scale(linears: list[PlannedLinear], weights: list[Tensor]) ->
     return stored_global_scale(torch.stack(amaxes).amax(), linears[0].method, fmt)
 
 
-def _input_global_scale(linear: PlannedLinear, amax: float | None) -> Tensor | None:
+def _input_global_scale(linear: PlannedLinear, amax: float | None, method: ActivationScale) -> Tensor | None:
     if not linear.scheme.needs_input_scale:
         return None
     if amax is None:
         raise RecipeError(f"{linear.module}: no activation statistics", hint="calibrate it, or keep it with --keep")
     assert linear.scheme.activation is not None
-    return input_scale(amax, linear.scheme.activation)
+    return input_scale(amax, linear.scheme.activation, method)
 
 
 def input_scale(amax: float, activation: Format, method: ActivationScale = ActivationScale.AMAX) -> Tensor:
-    """fp32 0-d multiplier: amax / 2688 (NVFP4) or amax / 448 (FP8), with headroom where block scales are searched; 1
+    """fp32 0-d multiplier: amax / 2688 (NVFP4, with headroom where block scales are searched) or amax / 448 (FP8); 1
     where nothing but zeros was seen."""
-    headroom = 1.0 if method is ActivationScale.AMAX else HEADROOM
+    headroom = HEADROOM if activation is NVFP4 and method is not ActivationScale.AMAX else 1.0
     return _scale(amax * headroom / {NVFP4: 6.0 * 448.0, FP8: 448.0}[activation])
 
 

@@ -404,6 +404,20 @@ def test_a_source_in_fp8_tiles(write_model, tmp_path: Path) -> None:
     assert not any("scale_inv" in name for name in written)
 
 
+def test_searched_activation_scales_have_headroom(with_tokenizer: Find, calibration_text: Path, tmp_path: Path) -> None:
+    """A block may then take a scale 448/256 above that of its amax, which E4M3 must be able to hold."""
+    file = tmp_path / "searched.yaml"
+    file.write_text("{name: searched, weight: nvfp4, activation: nvfp4, activation_scale: four_over_six}")
+    out = tmp_path / "q"
+    summary = api.quantize(
+        with_tokenizer("base_llama"), out, file, calibration=[calibration_text], max_calibration_tokens=512
+    )
+    written = read_all(out)
+    for module, layer in summary.layers.items():
+        expected = layer.input_amax / (6 * 256)
+        assert written[f"{module}.input_scale"].item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_group_shares_the_largest_input_scale(
     with_tokenizer: Find, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
