@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "blockscale"
 # A room may import from itself and from rooms before it.
 ROOMS = (
     "errors",
+    "cache_folder",
     "formats",
     "kernels",
     "texts",

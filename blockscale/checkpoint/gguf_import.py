@@ -21,6 +21,7 @@ import gguf
 import torch
 from torch import Tensor
 
+from blockscale.cache_folder import cache_folder
 from blockscale.checkpoint.output import Layout, OutputFolder
 from blockscale.checkpoint.target import disk_errors
 from blockscale.errors import CheckpointError, MissingDependencyError
@@ -29,13 +30,6 @@ _SLICE_BYTES = 4 << 20
 _OWN_FOLDER = "use the model's own folder"
 _ROPE_FACTORS = "rope_freqs.weight"  # derived from a config that the file does not hold
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def cache_folder() -> Path:
-    """BLOCKSCALE_CACHE, or blockscale under XDG_CACHE_HOME or ~/.cache."""
-    if "BLOCKSCALE_CACHE" in os.environ:
-        return Path(os.environ["BLOCKSCALE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "blockscale"
 
 
 def import_gguf(path: Path) -> Path:

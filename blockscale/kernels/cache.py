@@ -16,14 +16,14 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from blockscale.cache_folder import cache_folder
+
 _DIGEST_BYTES = 32
 
 
-def cache_folder() -> Path:
-    """BLOCKSCALE_CACHE, or blockscale under XDG_CACHE_HOME or ~/.cache; kernels have a folder of their own in it."""
-    own = os.environ.get("BLOCKSCALE_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"
-    return base / "kernels"
+def kernels_folder() -> Path:
+    """Where built kernels lie: a folder of their own in the cache."""
+    return cache_folder() / "kernels"
 
 
 def key(*parts: str | bytes) -> str:
@@ -40,7 +40,7 @@ def fetch(parts: Sequence[str | bytes], suffix: str, build: Callable[[], bytes])
 
     An entry begins with the SHA-256 of what follows, so `suffix` should not promise a readable file.
     """
-    path = cache_folder() / (key(*parts) + suffix)
+    path = kernels_folder() / (key(*parts) + suffix)
     with suppress(OSError):
         stored = path.read_bytes()
         digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
@@ -65,7 +65,7 @@ def fetch_file(parts: Sequence[str | bytes], suffix: str, build: Callable[[Path]
     in a temporary folder that goes with the process. An error of `build` that is no OSError goes through.
     """
     name = key(*parts) + suffix
-    path = cache_folder() / name
+    path = kernels_folder() / name
     if path.is_file():
         return path
     try:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockscale.cache_folder import cache_folder
 from blockscale.checkpoint import gguf_import
 from blockscale.checkpoint.folder import open_folder
-from blockscale.checkpoint.gguf_import import cache_folder, import_gguf
+from blockscale.checkpoint.gguf_import import import_gguf
 from blockscale.checkpoint.locate import demo_gguf
 from blockscale.errors import CheckpointError, MissingDependencyError
 

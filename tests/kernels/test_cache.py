@@ -23,13 +23,13 @@ def never() -> bytes:
 
 
 def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
-    assert cache.cache_folder() == folder
+    assert cache.kernels_folder() == folder
     monkeypatch.delenv("BLOCKSCALE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_folder() == tmp_path / "xdg" / "blockscale" / "kernels"
+    assert cache.kernels_folder() == tmp_path / "xdg" / "blockscale" / "kernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / ".cache" / "blockscale" / "kernels"
+    assert cache.kernels_folder() == tmp_path / ".cache" / "blockscale" / "kernels"
 
 
 def test_an_entry_is_built_once_for_its_parts() -> None:
