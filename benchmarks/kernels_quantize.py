@@ -21,7 +21,7 @@ from blockscale.kernels.triton.hadamard_quantize import hadamard_quantize
 from blockscale.kernels.triton.kv_quantize import quantize_kv
 from blockscale.kernels.triton.norm_quantize import rms_norm_quantize
 from blockscale.kernels.triton.quantize import quantize, quantize_dynamic
-from blockscale.kernels.triton.silu_quantize import GatedActivation, silu_mul_quantize
+from blockscale.kernels.triton.silu_quantize import Gate, silu_mul_quantize
 from blockscale.kernels.triton.weight_sweep import quantize_weight_sweep
 
 NVFP4_BYTES = 0.5625  # an element, with its share of the block scale
@@ -70,7 +70,7 @@ def cases(xs: list[Tensor]) -> dict[str, tuple[float, Callable[[Tensor, Tensor],
     weight = torch.ones(columns, dtype=xs[0].dtype, device="cuda")
     out = NVFP4_BYTES
 
-    def gated(x: Tensor, activation: GatedActivation, is_interleaved: bool) -> object:
+    def gated(x: Tensor, activation: Gate, is_interleaved: bool) -> object:
         both = x.view(-1, 2 * columns)
         gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, dim=1)
         return silu_mul_quantize(gate, up, scale, activation=activation)
@@ -83,8 +83,8 @@ def cases(xs: list[Tensor]) -> dict[str, tuple[float, Callable[[Tensor, Tensor],
         "quantize, dynamic scale": (4 + out, lambda x, y: quantize_dynamic(x)),
         "norm": (2 + out, lambda x, y: rms_norm_quantize(x, weight, scale)),
         "norm with residual": (6 + out, lambda x, y: rms_norm_quantize(x, weight, scale, residual=y)),
-        "silu * up": (2 + out / 2, lambda x, y: gated(x, GatedActivation.SILU, False)),
-        "clamped swiglu, interleaved": (2 + out / 2, lambda x, y: gated(x, GatedActivation.CLAMPED, True)),
+        "silu * up": (2 + out / 2, lambda x, y: gated(x, Gate.SILU, False)),
+        "clamped swiglu, interleaved": (2 + out / 2, lambda x, y: gated(x, Gate.CLAMPED, True)),
         "hadamard 16": (2 + out, lambda x, y: hadamard_quantize(x, scale, 16)),
         "hadamard 128": (2 + out, lambda x, y: hadamard_quantize(x, scale, 128)),
         "weight sweep": (2 + out, lambda x, y: quantize_weight_sweep(x, scale)),

@@ -9,7 +9,7 @@ from blockscale.formats.nvfp4 import decode_unscaled
 from blockscale.formats.spec import E4M3, MXFP4, NVFP4, Format
 from blockscale.formats.tensor import QuantizedTensor, encode
 from blockscale.kernels.cuda import linear_w4a8
-from blockscale.kernels.cuda.dequantize import dequantize, linear_unfused, rows_to_e4m3, to_e4m3
+from blockscale.kernels.cuda.dequantize import dequantize, rows_to_e4m3, to_e4m3
 from blockscale.kernels.layouts import to_fragments
 from blockscale.kernels.prepare import row_major
 from blockscale.kernels.reference.linear import linear_w4a8 as reference_w4a8
@@ -76,14 +76,6 @@ def test_w4a8_agrees_with_the_reference() -> None:
         assert (y - wanted).norm() <= 2**-8 * wanted.norm()
     exact = x.double() @ q.dequantize(torch.float32).double().T + bias
     assert 2**-7 < (wanted - exact).norm() / exact.norm() < 2**-4  # what being E4M3 costs
-
-
-@needs_gpu
-def test_unfused_linear() -> None:
-    q = weight(96, 256)
-    x, bias = torch.randn(70, 256, device="cuda").bfloat16(), torch.randn(96, device="cuda")
-    wanted = torch.nn.functional.linear(x, q.dequantize(torch.bfloat16), bias.bfloat16())
-    assert torch.equal(linear_unfused(x, to_fragments(row_major(q)), bias), wanted)
 
 
 def test_what_is_refused() -> None:

@@ -95,7 +95,7 @@ def activation_of(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("activation", gates.GatedActivation)
+@pytest.mark.parametrize("activation", gates.Gate)
 @pytest.mark.parametrize("arrangement", ["halves", "interleaved", "apart"])
 def test_gated_activation(dtype: torch.dtype, activation: object, arrangement: str) -> None:
     both = sample(2, 3, 160, dtype=dtype, scale=1.5)
@@ -118,7 +118,7 @@ def test_interleaved_rows_that_no_view_covers() -> None:
     assert_same(swapped, gates.silu_mul_quantize(up.contiguous(), gate.contiguous(), SCALE))
 
 
-@pytest.mark.parametrize("activation", gates.GatedActivation)
+@pytest.mark.parametrize("activation", gates.Gate)
 def test_gated_activation_of_extremes(activation: object) -> None:
     gate, up = torch.zeros(1, 64, dtype=torch.bfloat16), torch.ones(1, 64, dtype=torch.bfloat16)
     gate[0, :2] = torch.tensor([300.0, -300.0])

@@ -13,16 +13,16 @@ from blockscale.formats.spec import MXFP4
 from blockscale.kernels.checks import (
     ACTIVATION_DTYPES,
     check_activation,
-    check_bias,
     check_dtype,
     check_multiple,
     check_same_device,
     rows,
 )
+from blockscale.kernels.cuda.operands import check_fragments
 from blockscale.kernels.device import describe
 from blockscale.kernels.layouts import TILE_ROWS
 from blockscale.kernels.nvrtc import Kernel, Program, launch, load
-from blockscale.kernels.prepare import Layout, PreparedWeight
+from blockscale.kernels.prepare import PreparedWeight
 
 SOURCE = "dequantize.cu"
 _OP = "dequantize"
@@ -36,7 +36,7 @@ def dequantize(weight: PreparedWeight, dtype: torch.dtype = torch.bfloat16, out:
     weight  [N, K] in Layout.FRAGMENTS on a GPU
     out     contiguous [N, K] of `dtype`, if given
     """
-    check_weight(_OP, weight)
+    _check_weight(weight)
     if out is None:
         out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.device)
     check_dtype(_OP, "out", out, ACTIVATION_DTYPES)
@@ -49,25 +49,13 @@ def dequantize(weight: PreparedWeight, dtype: torch.dtype = torch.bfloat16, out:
     return out
 
 
-def linear_unfused(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None) -> Tensor:
-    """As `linear_large.linear`, through a 16-bit copy of the weight that lives for this call: right on any GPU.
-
-    The copy is rounded once, global scale included.
-    """
-    check_weight(_OP, weight)
-    check_activation(_OP, x, weight.k)
-    check_bias(_OP, bias, weight.n, x)
-    check_same_device(_OP, x=x, weight=weight.packed, bias=bias)
-    return torch.nn.functional.linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-
-
 def to_e4m3(weight: PreparedWeight, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
     """(codes float8_e4m3fn [num_rows, K], row_scale fp32 [num_rows]): weight ~= codes * row_scale * global_scale.
 
     A row's scale is its amax / 448, so that values are rounded once more, to 4 bits of significand. `num_rows` (default
     N) adds rows of zeros with scale 1. Needs compute capability 8.9.
     """
-    check_weight(_OP, weight)
+    _check_weight(weight)
     _check_e4m3(weight.device)
     num_rows = weight.n if num_rows is None else num_rows
     codes = torch.empty(num_rows, weight.k, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -117,13 +105,10 @@ def program(name: str) -> Program:
     return Program(SOURCE, (name,))
 
 
-def check_weight(op: str, weight: PreparedWeight) -> None:
-    """FormatError unless it is one weight [N, K] in Layout.FRAGMENTS on a GPU."""
-    if weight.layout is not Layout.FRAGMENTS or len(weight.shape) != 2:
-        found = f"{weight.layout.value} {list(weight.shape)}"
-        raise FormatError(f"{op}: the weight is {found}", hint="prepare a weight [N, K] with layouts.to_fragments")
+def _check_weight(weight: PreparedWeight) -> None:
+    check_fragments(_OP, weight)
     if weight.device.type != "cuda":
-        raise FormatError(f"{op}: the weight is on {weight.device}", hint="move it to an NVIDIA GPU")
+        raise FormatError(f"{_OP}: the weight is on {weight.device}", hint="move it to an NVIDIA GPU")
 
 
 def _check_e4m3(device: torch.device) -> None:

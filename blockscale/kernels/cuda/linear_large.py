@@ -14,12 +14,13 @@ from torch import Tensor
 
 from blockscale.errors import FormatError
 from blockscale.formats.spec import MXFP4
-from blockscale.kernels.checks import check_activation, check_bias, check_contiguous, check_same_device, rows
+from blockscale.kernels.checks import rows
+from blockscale.kernels.cuda.operands import check_linear
 from blockscale.kernels.cuda.tensor_map import tensor_map
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.layouts import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, tiles_shape
 from blockscale.kernels.nvrtc import Kernel, Program, launch, load
-from blockscale.kernels.prepare import Layout, PreparedWeight
+from blockscale.kernels.prepare import PreparedWeight
 
 SOURCE = "linear_large.cu"
 _OP = "linear_w4a16 (large)"
@@ -166,7 +167,9 @@ def linear(
     The result does not depend on timing: sums are added in a fixed order. FormatError for what the kernel would
     misread.
     """
-    _check(x, weight, bias)
+    check_linear(_OP, x, weight, bias)
+    if x.numel() // max(1, weight.k) >= 1 << 30:
+        raise FormatError(f"{_OP}: {x.numel() // weight.k} rows", hint="at most 2^30 - 1 rows at a time")
     flat = _even_rows(x)
     y = torch.empty(flat.shape[0], weight.n, dtype=x.dtype, device=x.device)
     if flat.shape[0]:
@@ -240,22 +243,6 @@ def program(tiling: Tiling, activation: torch.dtype, is_mxfp4: bool) -> Program:
 def _kernel(tiling: Tiling, activation: torch.dtype, is_mxfp4: bool, device: Device) -> Kernel:
     name = tiling.name(activation, is_mxfp4)
     return load(program(tiling, activation, is_mxfp4), name, device.arch, tiling.shared_bytes)
-
-
-def _check(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> None:
-    if weight.layout is not Layout.FRAGMENTS or len(weight.shape) != 2:
-        found = f"{weight.layout.value} {list(weight.shape)}"
-        raise FormatError(f"{_OP}: the weight is {found}", hint="prepare a weight [N, K] with layouts.to_fragments")
-    check_activation(_OP, x, weight.k)
-    check_bias(_OP, bias, weight.n, x)
-    check_same_device(_OP, x=x, weight=weight.packed, bias=bias)
-    if bias is not None:
-        check_contiguous(_OP, "bias", bias)
-    device = describe(x.device)
-    if device.capability != (9, 0):
-        raise FormatError(f"{_OP}: runs on compute capability 9.0, not on {device.name}", hint="use another kernel")
-    if x.numel() // max(1, weight.k) >= 1 << 30:
-        raise FormatError(f"{_OP}: {x.numel() // weight.k} rows", hint="at most 2^30 - 1 rows at a time")
 
 
 def _even_rows(x: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from blockscale.errors import FormatError
 from blockscale.formats.spec import MXFP4
-from blockscale.kernels.checks import check_activation, check_bias, check_same_device, rows
+from blockscale.kernels.checks import rows
+from blockscale.kernels.cuda.operands import check_linear
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.layouts import TILE_BYTES, TILE_COLUMNS, tiles_shape
 from blockscale.kernels.nvrtc import Kernel, Program, launch, load
-from blockscale.kernels.prepare import Layout, PreparedWeight
+from blockscale.kernels.prepare import PreparedWeight
 
 SOURCE = "linear_small.cu"
 MAX_ROWS = 32  # of one launch; more rows take several
@@ -214,7 +215,7 @@ def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None, *, is_
     The result does not depend on timing: sums are added in a fixed order. One weight must not be used on two streams
     at the same time (layouts.to_fragments). FormatError for what the kernel would misread.
     """
-    _check(x, weight, bias)
+    check_linear(_OP, x, weight, bias)
     flat = _aligned_rows(x)
     y = torch.empty(flat.shape[0], weight.n, dtype=x.dtype, device=x.device)
     for first in range(0, flat.shape[0], MAX_ROWS):
@@ -283,20 +284,6 @@ def program(config: Configuration, activation: torch.dtype, is_mxfp4: bool) -> P
 def _kernel(config: Configuration, activation: torch.dtype, is_mxfp4: bool, device: Device) -> Kernel:
     name = config.name(activation, is_mxfp4)
     return load(program(config, activation, is_mxfp4), name, device.arch, device.shared_memory_bytes)
-
-
-def _check(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> None:
-    if weight.layout is not Layout.FRAGMENTS or len(weight.shape) != 2:
-        found = f"{weight.layout.value} {list(weight.shape)}"
-        raise FormatError(f"{_OP}: the weight is {found}", hint="prepare a weight [N, K] with layouts.to_fragments")
-    check_activation(_OP, x, weight.k)
-    check_bias(_OP, bias, weight.n, x)
-    check_same_device(_OP, x=x, weight=weight.packed, bias=bias)
-    device = describe(x.device)
-    if device.capability is None or device.capability[0] != 9:
-        raise FormatError(f"{_OP}: runs on compute capability 9.0, not on {device.name}", hint="use another kernel")
-    if bias is not None and not bias.is_contiguous():
-        raise FormatError(f"{_OP}: bias has stride {bias.stride(0)}", hint="give bias.contiguous()")
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention of new tokens to keys and values in pages: one token a sequence (decode), or several (prefill)."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,49 +103,13 @@ def _parts(
     )
 
 
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_block_scale: Tensor | None,
-    v_block_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    fmt: str,
-    dtype: torch.dtype,
-    page_table: Tensor,
-    lengths: Tensor,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _paged(op: Op, q: Tensor, *operands: Any) -> Tensor:
+    """The parts of the cache, then page_table, lengths [, cu_seqlens], scale, window, softcap, sinks."""
+    k, v, k_block_scale, v_block_scale, k_scale, v_scale, fmt, dtype, *others = operands
+    *tables, scale, window, softcap, sinks = others
     cache = PagedCache(KVFormat(fmt), k, v, k_block_scale, v_block_scale, k_scale, v_scale, dtype)
-    run = launcher(Op.ATTENTION_DECODE, choose(Op.ATTENTION_DECODE, describe(k.device)).kernel)
-    return run(q, cache, page_table, lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-
-def _prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_block_scale: Tensor | None,
-    v_block_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    fmt: str,
-    dtype: torch.dtype,
-    page_table: Tensor,
-    lengths: Tensor,
-    cu_seqlens: Tensor,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    cache = PagedCache(KVFormat(fmt), k, v, k_block_scale, v_block_scale, k_scale, v_scale, dtype)
-    run = launcher(Op.ATTENTION_PREFILL, choose(Op.ATTENTION_PREFILL, describe(k.device)).kernel)
-    return run(q, cache, page_table, lengths, cu_seqlens, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    run = launcher(op, choose(op, describe(cache.k.device)).kernel)
+    return run(q, cache, *tables, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def _mla(
@@ -182,13 +147,13 @@ _OPTIONS = "float? scale, int window, float softcap, Tensor? sinks"
 _DECODE = define(
     Op.ATTENTION_DECODE.value,
     f"(Tensor q, {_CACHE}, Tensor page_table, Tensor lengths, {_OPTIONS}) -> Tensor",
-    _decode,
+    partial(_paged, Op.ATTENTION_DECODE),
     _fake,
 )
 _PREFILL = define(
     Op.ATTENTION_PREFILL.value,
     f"(Tensor q, {_CACHE}, Tensor page_table, Tensor lengths, Tensor cu_seqlens, {_OPTIONS}) -> Tensor",
-    _prefill,
+    partial(_paged, Op.ATTENTION_PREFILL),
     _fake,
 )
 _MLA = define(

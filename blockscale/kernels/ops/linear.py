@@ -66,16 +66,7 @@ def _run(
 
 
 def _fake(
-    x: Tensor,
-    packed: Tensor,
-    block_scale: Tensor,
-    global_scale: Tensor,
-    shape: list[int],
-    layout: str,
-    fmt: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    input_global_scale: Tensor | None = None,
+    x: Tensor, packed: Tensor, block_scale: Tensor, global_scale: Tensor, shape: list[int], *others: object
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-2])
 

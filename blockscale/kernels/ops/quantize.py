@@ -143,13 +143,13 @@ def _triton_norm(
 def _triton_gated(
     gate: Tensor, up: Tensor, global_scale: Tensor, *, activation: str, alpha: float, limit: float
 ) -> _Pair:
-    from blockscale.kernels.triton.silu_quantize import GatedActivation
+    from blockscale.kernels.triton.silu_quantize import Gate
     from blockscale.kernels.triton.silu_quantize import silu_mul_quantize as gated
 
     try:
-        kind = GatedActivation(activation)
+        kind = Gate(activation)
     except ValueError:
-        names = ", ".join(a.value for a in GatedActivation)
+        names = ", ".join(a.value for a in Gate)
         raise UsageError(f"no activation '{activation}'", hint=names) from None
     return gated(gate, up, global_scale, activation=kind, alpha=alpha, limit=limit)
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blockscale.errors import UsageError
-from blockscale.kernels.checks import check_dtype, check_same_device, check_shape, describe_tensor
+from blockscale.kernels.attention_operands import check_attention, check_chunks, check_latent
+from blockscale.kernels.checks import check_shape
 from blockscale.kernels.paged_cache import LatentCache, PagedCache, dequantize_pages
 
 
@@ -35,7 +35,7 @@ def attention_decode(
     softcap     logits become softcap * tanh(logits / softcap); 0 for none
     sinks       [num_heads]: a logit a head that takes part in the denominator alone
     """
-    _check("attention_decode", q, cache, page_table, lengths, sinks, window, softcap)
+    check_attention("attention_decode", q, cache, page_table, lengths, sinks, window, softcap)
     check_shape("attention_decode", "q", q, (lengths.shape[0], None, None))
     last = (lengths.long() - 1).unsqueeze(1)
     out = [
@@ -62,9 +62,8 @@ def attention_prefill(
     lengths     int32 [B]: tokens of each sequence in the cache, the new ones included
     cu_seqlens  int32 [B + 1]: where each sequence's new tokens begin in q; it is read on the host
     """
-    _check("attention_prefill", q, cache, page_table, lengths, sinks, window, softcap)
-    check_shape("attention_prefill", "cu_seqlens", cu_seqlens, (lengths.shape[0] + 1,))
-    check_same_device("attention_prefill", q=q, cu_seqlens=cu_seqlens)
+    check_attention("attention_prefill", q, cache, page_table, lengths, sinks, window, softcap)
+    check_chunks("attention_prefill", q, lengths, cu_seqlens)
     starts = cu_seqlens.tolist()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, (begin, end) in enumerate(pairwise(starts)):
@@ -80,13 +79,7 @@ def attention_mla(q: Tensor, cache: LatentCache, page_table: Tensor, lengths: Te
 
     q  [B, num_heads, latent_dim + rope_dim]; a token's key is all of its page's row, its value the latent part
     """
-    op, width = "attention_mla", cache.latent_dim + cache.rope_dim
-    check_dtype(op, "q", q, (cache.dtype,))
-    check_shape(op, "q", q, (lengths.shape[0], None, width))
-    check_dtype(op, "page_table", page_table, (torch.int32,))
-    check_dtype(op, "lengths", lengths, (torch.int32,))
-    check_shape(op, "page_table", page_table, (lengths.shape[0], None))
-    check_same_device(op, q=q, cache=cache.pages, page_table=page_table, lengths=lengths)
+    check_latent("attention_mla", q, cache, page_table, lengths)
     pages = cache.pages.unsqueeze(2)
     block_scale = None if cache.block_scale is None else cache.block_scale.unsqueeze(2)
     shared = PagedCache(cache.format, pages, pages, block_scale, block_scale, cache.scale, cache.scale, cache.dtype)
@@ -138,30 +131,3 @@ def _tokens(cache: PagedCache, side: str, pages: Tensor, is_real: Tensor) -> Ten
     raw = stored.view(torch.uint8)[index].view(stored.dtype) if stored.element_size() == 1 else stored[index]
     values = dequantize_pages(cache.format, raw, picked_scale, scale).flatten(0, 1)
     return torch.where(is_real[:, None, None], values, 0.0)
-
-
-def _check(
-    op: str,
-    q: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    softcap: float,
-) -> None:
-    check_dtype(op, "q", q, (cache.dtype,))
-    check_shape(op, "q", q, (None, None, cache.head_dim))
-    if q.shape[1] == 0 or q.shape[1] % cache.num_kv_heads:
-        raise UsageError(
-            f"{op}: q is {describe_tensor(q)}, the cache has {cache.num_kv_heads} KV heads",
-            hint="the number of query heads is a multiple of that of KV heads",
-        )
-    check_dtype(op, "page_table", page_table, (torch.int32,))
-    check_dtype(op, "lengths", lengths, (torch.int32,))
-    check_shape(op, "page_table", page_table, (lengths.shape[0], None))
-    if sinks is not None:
-        check_shape(op, "sinks", sinks, (q.shape[1],))
-    check_same_device(op, q=q, cache=cache.k, page_table=page_table, lengths=lengths, sinks=sinks)
-    if window < 0 or softcap < 0:
-        raise UsageError(f"{op}: window {window}, softcap {softcap}", hint="0 turns either off; neither is negative")

@@ -19,30 +19,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockscale.errors import UsageError
-from blockscale.kernels.checks import check_aligned, check_dtype, check_same_device, check_shape, describe_tensor
+from blockscale.kernels.attention_operands import check_attention
+from blockscale.kernels.checks import check_shape
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.paged_cache import KVFormat, PagedCache
 from blockscale.kernels.triton.kv_decode import (
     BITS16,
+    FORMAT_CODES,
     FP8,
     NVFP4,
     NVFP4_UNIT,
-    PLAIN,
-    PTX,
-    PTX_E4M3,
+    as_bytes,
+    check_cache_aligned,
     code_order,
+    decode_instructions,
     e4m3_values,
     element_of,
     fp16_query,
     load_pages,
     nvfp4_values,
+    padded_head_dim,
     same_values,
+    scale_alignment,
 )
 
 OP = "attention_decode"
 LOG2_E = math.log2(math.e)
-FORMAT_CODES = {KVFormat.BITS16: BITS16.value, KVFormat.FP8: FP8.value, KVFormat.NVFP4: NVFP4.value}
 
 
 @triton.jit
@@ -287,31 +289,6 @@ def head_columns(group: int) -> int:
     return 16 if group > 8 else 8
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """A power of two, and at least two products of 16 (NVFP4's even and odd elements make one each)."""
-    return max(32, triton.next_power_of_2(head_dim))
-
-
-def ptx_of(device: Device, is_wide: bool) -> int:
-    """Which way of `kv_decode` a device takes.
-
-    The PTX takes four bytes of a register for four neighbours, which is what loads of rows that begin at multiples of
-    16 bytes give (`is_wide`). Other codes (a head dimension of 80) are decoded one at a time.
-    """
-    if device.capability is None or not is_wide:
-        return PLAIN.value
-    return PTX_E4M3.value if device.capability >= (8, 9) else PTX.value
-
-
-def decode_instructions(cache: PagedCache, device: Device, tokens: int, threads: int) -> int:
-    """`ptx_of` for a cache read in tiles of `tokens` by `threads`: FP8 does not mind the order of bytes."""
-    if cache.format is not KVFormat.NVFP4:
-        return ptx_of(device, True)
-    is_shared_out = tokens * padded_head_dim(cache.head_dim) // 2 >= 4 * threads  # four bytes a thread, or more
-    strides = (stride for x in (cache.k, cache.v) for stride in x.stride()[:3])
-    return ptx_of(device, is_shared_out and not any(stride % 16 for stride in strides))
-
-
 def combine(partial: Tensor, state: Tensor, lengths: Tensor, sinks: Tensor | None, out: Tensor) -> None:
     """Sums [batch, heads, splits, D] and (maximum, mass) [batch, heads, splits, 2] into out [batch, heads, D]."""
     batch, num_heads, splits, width = partial.shape
@@ -324,41 +301,6 @@ def combine(partial: Tensor, state: Tensor, lengths: Tensor, sinks: Tensor | Non
         HAS_SINK=sinks is not None, IS_DEPENDENT=is_dependent, num_warps=4,
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """float8 seen as uint8, which every target can load; anything else as it is."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def scale_alignment(k_block: Tensor, v_block: Tensor) -> int:
-    """Bytes that every row of block scales begins at a multiple of, up to 16."""
-    return math.gcd(16, *k_block.stride()[:3], *v_block.stride()[:3])
-
-
-def check_attention(
-    op: str, q: Tensor, cache: PagedCache, page_table: Tensor, lengths: Tensor, sinks: Tensor | None, window: int,
-    softcap: float,
-) -> None:  # fmt: skip
-    """What decode and prefill ask of their operands: q [*, num_heads, D] and the rest as the launchers say."""
-    check_dtype(op, "q", q, (cache.dtype,))
-    check_shape(op, "q", q, (None, None, cache.head_dim))
-    if q.shape[1] == 0 or q.shape[1] % cache.num_kv_heads:
-        raise UsageError(
-            f"{op}: q is {describe_tensor(q)}, the cache has {cache.num_kv_heads} KV heads",
-            hint="the number of query heads is a multiple of that of KV heads",
-        )
-    check_dtype(op, "page_table", page_table, (torch.int32,))
-    check_dtype(op, "lengths", lengths, (torch.int32,))
-    check_shape(op, "lengths", lengths, (None,))
-    check_shape(op, "page_table", page_table, (lengths.shape[0], None))
-    if sinks is not None:
-        check_shape(op, "sinks", sinks, (q.shape[1],))
-    check_same_device(op, q=q, cache=cache.k, page_table=page_table, lengths=lengths, sinks=sinks)
-    if window < 0 or softcap < 0:
-        raise UsageError(f"{op}: window {window}, softcap {softcap}", hint="0 turns either off; neither is negative")
-    for name, pages in (("k", cache.k), ("v", cache.v)):
-        check_aligned(op, f"the cache's {name}", pages, 16)
 
 
 def attention_decode(
@@ -389,6 +331,7 @@ def attention_decode(
     the table, or an entry beyond the cache, reads foreign memory.
     """
     check_attention(OP, q, cache, page_table, lengths, sinks, window, softcap)
+    check_cache_aligned(OP, cache)
     check_shape(OP, "q", q, (lengths.shape[0], None, None))
     batch, num_heads, head_dim = q.shape
     q = q if q.stride(2) == 1 else q.contiguous()

@@ -14,21 +14,26 @@ import triton.language as tl
 from torch import Tensor
 
 from blockscale.errors import UsageError
-from blockscale.kernels.checks import check_aligned, check_dtype, check_same_device, check_shape
+from blockscale.kernels.attention_operands import check_latent
+from blockscale.kernels.checks import check_aligned
 from blockscale.kernels.device import describe
 from blockscale.kernels.paged_cache import KVFormat, LatentCache
-from blockscale.kernels.triton.attention_decode import FORMAT_CODES, as_bytes, combine, ptx_of, scale_alignment
+from blockscale.kernels.triton.attention_decode import combine
 from blockscale.kernels.triton.kv_decode import (
     BITS16,
+    FORMAT_CODES,
     FP8,
     NVFP4,
     NVFP4_UNIT,
+    as_bytes,
     code_order,
     e4m3_values,
     element_of,
     fp16_query,
     load_pages,
     nvfp4_values,
+    ptx_of,
+    scale_alignment,
 )
 
 OP = "attention_mla"
@@ -166,12 +171,7 @@ def attention_mla(
     splits      of each context, from the shapes unless given
     cut         heads and tokens of a tile, warps and stages, from the shapes unless given
     """
-    check_dtype(OP, "q", q, (cache.dtype,))
-    check_shape(OP, "q", q, (lengths.shape[0], None, cache.latent_dim + cache.rope_dim))
-    check_dtype(OP, "page_table", page_table, (torch.int32,))
-    check_dtype(OP, "lengths", lengths, (torch.int32,))
-    check_shape(OP, "page_table", page_table, (lengths.shape[0], None))
-    check_same_device(OP, q=q, pages=cache.pages, page_table=page_table, lengths=lengths)
+    check_latent(OP, q, cache, page_table, lengths)
     check_aligned(OP, "the cache", cache.pages, 16)
     if splits is not None and splits < 1:
         raise UsageError(f"{OP}: {splits} splits", hint="give at least one")

@@ -15,29 +15,28 @@ import triton.language as tl
 from torch import Tensor
 
 from blockscale.errors import UsageError
+from blockscale.kernels.attention_operands import check_attention, check_chunks
 from blockscale.kernels.checks import check_dtype, check_same_device, check_shape, describe_tensor
 from blockscale.kernels.device import describe
 from blockscale.kernels.paged_cache import PagedCache
-from blockscale.kernels.triton.attention_decode import (
-    FORMAT_CODES,
-    as_bytes,
-    capped,
-    check_attention,
-    decode_instructions,
-    padded_head_dim,
-    scale_alignment,
-)
+from blockscale.kernels.triton.attention_decode import capped
 from blockscale.kernels.triton.kv_decode import (
     BITS16,
+    FORMAT_CODES,
     FP8,
     NVFP4,
     NVFP4_UNIT,
+    as_bytes,
+    check_cache_aligned,
     code_order,
+    decode_instructions,
     e4m3_values,
     element_of,
     fp16_query,
     load_pages,
     nvfp4_values,
+    padded_head_dim,
+    scale_alignment,
 )
 
 OP = "attention_prefill"
@@ -201,9 +200,8 @@ def attention_prefill(
     Other arguments and errors as in `attention_decode`. Rows past cu_seqlens[-1] are left as they were allocated.
     """
     check_attention(OP, q, cache, page_table, lengths, sinks, window, softcap)
-    check_dtype(OP, "cu_seqlens", cu_seqlens, (torch.int32,))
-    check_shape(OP, "cu_seqlens", cu_seqlens, (lengths.shape[0] + 1,))
-    check_same_device(OP, q=q, cu_seqlens=cu_seqlens)
+    check_chunks(OP, q, lengths, cu_seqlens)
+    check_cache_aligned(OP, cache)
     total, num_heads, head_dim = q.shape
     q = q if q.stride(2) == 1 else q.contiguous()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()

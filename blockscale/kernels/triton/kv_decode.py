@@ -14,12 +14,21 @@ Two habits of the compiler decide the speed (Triton 3.6, seen in its SASS):
   gives queries the same order, `element_of` takes it back where results are stored.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from blockscale.kernels.checks import check_aligned
+from blockscale.kernels.device import Device
+from blockscale.kernels.paged_cache import KVFormat, PagedCache
 
 BITS16 = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
+FORMAT_CODES = {KVFormat.BITS16: BITS16.value, KVFormat.FP8: FP8.value, KVFormat.NVFP4: NVFP4.value}
 
 # How E4M3 becomes fp16
 PLAIN = tl.constexpr(0)  # integer operations
@@ -210,3 +219,44 @@ def load_pages(
     else:
         scales = values
     return values, scales
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """A power of two, and at least two products of 16 (NVFP4's even and odd elements make one each)."""
+    return max(32, triton.next_power_of_2(head_dim))
+
+
+def ptx_of(device: Device, is_wide: bool) -> int:
+    """Which of the ways above a device takes.
+
+    The PTX takes four bytes of a register for four neighbours, which is what loads of rows that begin at multiples of
+    16 bytes give (`is_wide`). Other codes (a head dimension of 80) are decoded one at a time.
+    """
+    if device.capability is None or not is_wide:
+        return PLAIN.value
+    return PTX_E4M3.value if device.capability >= (8, 9) else PTX.value
+
+
+def decode_instructions(cache: PagedCache, device: Device, tokens: int, threads: int) -> int:
+    """`ptx_of` for a cache read in tiles of `tokens` by `threads`: FP8 does not mind the order of bytes."""
+    if cache.format is not KVFormat.NVFP4:
+        return ptx_of(device, True)
+    is_shared_out = tokens * padded_head_dim(cache.head_dim) // 2 >= 4 * threads  # four bytes a thread, or more
+    strides = (stride for x in (cache.k, cache.v) for stride in x.stride()[:3])
+    return ptx_of(device, is_shared_out and not any(stride % 16 for stride in strides))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """float8 seen as uint8, which every target can load; anything else as it is."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def scale_alignment(k_block: Tensor, v_block: Tensor) -> int:
+    """Bytes that every row of block scales begins at a multiple of, up to 16."""
+    return math.gcd(16, *k_block.stride()[:3], *v_block.stride()[:3])
+
+
+def check_cache_aligned(op: str, cache: PagedCache) -> None:
+    """Pages begin where loads of 16 bytes can."""
+    for name, pages in (("k", cache.k), ("v", cache.v)):
+        check_aligned(op, f"the cache's {name}", pages, 16)

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockscale.errors import FormatError
 from blockscale.kernels import checks
 from blockscale.kernels.paged_cache import BLOCK, KVFormat, PagedCache
+from blockscale.kernels.triton.kv_decode import BITS16, FORMAT_CODES, FP8
 from blockscale.kernels.triton.nvfp4_blocks import (
     LARGEST_GLOBAL_SCALE,
     load_halves,
@@ -24,11 +25,6 @@ from blockscale.kernels.triton.nvfp4_blocks import (
     widened,
 )
 from blockscale.kernels.triton.quantize import check_can_run
-
-_BITS16: tl.constexpr = tl.constexpr(0)
-_FP8: tl.constexpr = tl.constexpr(1)
-_NVFP4: tl.constexpr = tl.constexpr(2)
-_NUMBERS = {KVFormat.BITS16: 0, KVFormat.FP8: 1, KVFormat.NVFP4: 2}
 
 
 @triton.jit
@@ -70,9 +66,9 @@ def _write_side(
     low, high = load_halves(values, token * values_token + head * values_head + part * 16, mask)
     low, high = widened(low), widened(high)
     target = page * page_stride + place * place_stride + head * head_stride
-    if FORMAT == _BITS16:
+    if FORMAT == BITS16:
         store_halves(pages, target + part * 16, low, high, mask)
-    elif FORMAT == _FP8:
+    elif FORMAT == FP8:
         factor = tl.load(scale)
         at = pages + (target + part * 16)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(at, fp8_bytes(low, factor).to(tl.uint8), mask=mask[:, None])
@@ -177,7 +173,7 @@ def quantize_kv(cache: PagedCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
             PAGE_SIZE=cache.page_size,
             BLOCKS_A_HEAD=blocks_a_head,
             BLOCKS=blocks,
-            FORMAT=_NUMBERS[cache.format],
+            FORMAT=FORMAT_CODES[cache.format],
             LARGEST=LARGEST_GLOBAL_SCALE[k.dtype],
             num_warps=min(max(blocks // 32, 1), 16),
             enable_fp_fusion=False,

@@ -41,7 +41,7 @@ from blockscale.kernels.triton.quantize import (
 from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
 
 
-class GatedActivation(Enum):
+class Gate(Enum):
     """What the gate goes through."""
 
     SILU = "silu"
@@ -52,7 +52,7 @@ class GatedActivation(Enum):
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU_TANH: tl.constexpr = tl.constexpr(1)
 _CLAMPED: tl.constexpr = tl.constexpr(2)
-_NUMBERS = {GatedActivation.SILU: 0, GatedActivation.GELU_TANH: 1, GatedActivation.CLAMPED: 2}
+_NUMBERS = {Gate.SILU: 0, Gate.GELU_TANH: 1, Gate.CLAMPED: 2}
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def silu_mul_quantize(
     up: Tensor,
     global_scale: Tensor,
     *,
-    activation: GatedActivation = GatedActivation.SILU,
+    activation: Gate = Gate.SILU,
     alpha: float = 1.702,
     limit: float = 7.0,
     four_over_six: bool = False,
