@@ -3,6 +3,7 @@
 A sum of K products in fp32, in any order, is off by at most K * 2^-23 of the sum of their magnitudes.
 """
 
+from dataclasses import dataclass
 from itertools import product as pairs
 
 import torch
@@ -22,6 +23,18 @@ ROWS = (1, 33, 300)  # few enough that all is built and tested within half a min
 _EPSILON = 2.0**-23
 
 
+@dataclass(frozen=True)
+class _Case:
+    choice: Choice
+    format: Format
+    dtype: torch.dtype
+    m: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.format.name}, {str(self.dtype).removeprefix('torch.')}, M = {self.m}"
+
+
 def test_linear(choice: Choice, device: torch.device) -> str:
     """Every format, dtype and number of rows that the kernel is for. Mismatch for the first that is wrong."""
     run = launcher(choice.op, choice.kernel)
@@ -31,26 +44,17 @@ def test_linear(choice: Choice, device: torch.device) -> str:
         # every number of rows for what most models are; a kernel is built anew for each kind of it
         served = [m for m in ROWS if choice.is_for(m)]
         for m in served if (fmt, dtype) == (NVFP4, torch.bfloat16) else served[1:2]:
-            what = f"{fmt.name}, {str(dtype).removeprefix('torch.')}, M = {m}"
-            generator = torch.Generator().manual_seed(m)
+            case, generator = _Case(choice, fmt, dtype, m, device), torch.Generator().manual_seed(m)
             if choice.op is Op.LINEAR_W4A16:
-                _exact(what, run, choice, fmt, dtype, m, device, generator)
-            worst = max(worst, _random(what, run, choice, fmt, dtype, m, device, generator))
+                _exact(case, run, generator)
+            worst = max(worst, _random(case, run, generator))
             count += 1
     return f"{count} cases, at most {worst:.2f} of what rounding explains"
 
 
-def _exact(
-    what: str,
-    run: Launcher,
-    choice: Choice,
-    fmt: Format,
-    dtype: torch.dtype,
-    m: int,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
+def _exact(case: _Case, run: Launcher, generator: torch.Generator) -> None:
     """Small whole activations, scales that are powers of two: every sum is exact in fp32, so every bit is known."""
+    fmt, dtype, m, device = case.format, case.dtype, case.m, case.device
     one = 56 if fmt == NVFP4 else 127  # the byte of 1.0
     step = 8 if fmt == NVFP4 else 1
     k = K[fmt]
@@ -61,21 +65,13 @@ def _exact(
     bias = torch.randint(-8, 9, (N,), generator=generator).to(dtype)
     weight = _weight(packed, scale, 2.0**-3 if fmt == NVFP4 else 1.0, fmt, dtype)
     expected = (x.double() @ _values(weight).T + bias.double()).to(dtype)
-    y = run(x.to(device), _prepared(weight, choice, device), bias.to(device))
-    check_equal(f"{what}, exact", y.cpu(), expected)
+    y = run(x.to(device), _prepared(weight, case.choice, device), bias.to(device))
+    check_equal(f"{case}, exact", y.cpu(), expected)
 
 
-def _random(
-    what: str,
-    run: Launcher,
-    choice: Choice,
-    fmt: Format,
-    dtype: torch.dtype,
-    m: int,
-    device: torch.device,
-    generator: torch.Generator,
-) -> float:
+def _random(case: _Case, run: Launcher, generator: torch.Generator) -> float:
     """Normal activations in a strided tensor, all codes, scales over several binades."""
+    choice, fmt, dtype, m, device = case.choice, case.format, case.dtype, case.m, case.device
     k = K[fmt]
     packed = torch.randint(0, 256, (N, k // 2), dtype=torch.uint8, generator=generator)
     low, high = (1, 72) if fmt == NVFP4 else (118, 128)  # NVFP4: subnormal scales, too
@@ -95,8 +91,8 @@ def _random(
         bound = bound + _eight_bit_bound(x.double(), values)
         noise = float((y.double() - expected).norm() / expected.norm())
         if not noise < 0.08:  # two roundings to four significant bits give 0.04
-            raise Mismatch(f"{what}: the error is {noise:.3f} of the result")
-    return check_near(what, y, expected, bound)
+            raise Mismatch(f"{case}: the error is {noise:.3f} of the result")
+    return check_near(str(case), y, expected, bound)
 
 
 def _eight_bit_bound(x: Tensor, values: Tensor) -> Tensor:

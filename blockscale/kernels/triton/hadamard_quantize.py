@@ -25,15 +25,13 @@ from blockscale.kernels.triton.nvfp4_blocks import (
 )
 from blockscale.kernels.triton.quantize import (
     BLOCK,
-    STRIDED,
     check_blocks,
     check_can_run,
     check_global_scale,
     empty_outputs,
     near_rows,
-    padded,
+    tiles_of,
 )
-from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
 
 SIZES = (16, 32, 64, 128)
 
@@ -126,11 +124,10 @@ def hadamard_quantize(
     packed, block_scale = empty_outputs(x.shape, x.device, swizzled)
     flat = near_rows(x)
     num_rows, num_blocks = flat.shape[0], k // BLOCK
-    tile = SWIZZLED_TILE if swizzled else STRIDED
-    tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
+    tile, tiles_a_row, num_programs = tiles_of(num_rows, num_blocks, swizzled)
     if num_rows:
         with torch.cuda.device_of(x):
-            _hadamard_kernel[(triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row,)](
+            _hadamard_kernel[(num_programs,)](
                 flat,
                 global_scale,
                 packed.view(torch.int32),

@@ -258,9 +258,9 @@ def _launch(
                 **rule,
             )
         else:
-            tile = SWIZZLED if swizzled else ONE_ROW if is_one_row else STRIDED
-            tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
-            _quantize_kernel[(triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row,)](
+            tile = ONE_ROW if is_one_row else STRIDED
+            tile, tiles_a_row, num_programs = tiles_of(num_rows, num_blocks, swizzled, tile)
+            _quantize_kernel[(num_programs,)](
                 flat,
                 *outputs,
                 num_rows,
@@ -280,6 +280,13 @@ def near_rows(x: Tensor) -> Tensor:
     """[..., K] -> [M, K] as `checks.rows`, copied where rows lie so far apart that 32 bits do not span a tile's."""
     flat = checks.rows(x)
     return flat.contiguous() if flat.stride(0) >= FAR else flat
+
+
+def tiles_of(num_rows: int, num_blocks: int, swizzled: bool, tile: Tile = STRIDED) -> tuple[Tile, int, int]:
+    """(tile, tiles a row, programs) that cover the blocks; `tile` is for scales that are not swizzled."""
+    tile = SWIZZLED if swizzled else tile
+    tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
+    return tile, tiles_a_row, triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row
 
 
 def padded(size: int, multiple: int, swizzled: bool) -> int:

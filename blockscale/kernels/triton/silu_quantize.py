@@ -30,15 +30,13 @@ from blockscale.kernels.triton.nvfp4_blocks import (
 from blockscale.kernels.triton.quantize import (
     BLOCK,
     FAR,
-    STRIDED,
     check_blocks,
     check_can_run,
     check_global_scale,
     empty_outputs,
     near_rows,
-    padded,
+    tiles_of,
 )
-from blockscale.kernels.triton.quantize import SWIZZLED as SWIZZLED_TILE
 
 
 class Gate(Enum):
@@ -151,11 +149,10 @@ def silu_mul_quantize(
     pairs = _interleaved_rows(gate, up)
     gate_rows, up_rows = (near_rows(gate), near_rows(up)) if pairs is None else (pairs, pairs)
     num_rows, num_blocks = gate_rows.shape[0], k // BLOCK
-    tile = SWIZZLED_TILE if swizzled else STRIDED
-    tiles_a_row = triton.cdiv(padded(num_blocks, 4, swizzled), tile.columns)
+    tile, tiles_a_row, num_programs = tiles_of(num_rows, num_blocks, swizzled)
     if num_rows:
         with torch.cuda.device_of(gate):
-            _gated_kernel[(triton.cdiv(padded(num_rows, 128, swizzled), tile.rows) * tiles_a_row,)](
+            _gated_kernel[(num_programs,)](
                 gate_rows,
                 up_rows,
                 global_scale,
