@@ -12,14 +12,8 @@
 #define TABLE kernels_avx2
 #define TABLE_NAME "avx2"
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
-enum { AHEAD = 8192, AT_ONCE = 4 }; /* 8 sums fill half of the 16 registers */
-
-INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
-    if ((uintptr_t)tiles + AHEAD >= (uintptr_t)end) return;
-    for (int i = 0; i < tile_bytes(format); i += 64) _mm_prefetch((const char *)tiles + AHEAD + i, _MM_HINT_T0);
-}
+enum { AT_ONCE = 4 }; /* 8 sums fill half of the 16 registers */
 
 /* Scales of 8 rows of one block as floats; `half` says which rows of the 16. Every call has constants. */
 INLINE __m256 block_scales(const uint8_t *scales, int format, int block, int half) {
@@ -55,6 +49,17 @@ INLINE __m256i dot16(const __m256i *w, const uint32_t *bytes, int m, int32_t off
 #endif
 }
 
+INLINE void clear(__m256 (*sum)[2], const int m) {
+    for (int j = 0; j < m; j++) sum[j][0] = sum[j][1] = _mm256_setzero_ps();
+}
+
+INLINE void store_sums(__m256 (*sum)[2], const int m, float *out) {
+    for (int j = 0; j < m; j++) {
+        _mm256_storeu_ps(out + j * ROWS, sum[j][0]);
+        _mm256_storeu_ps(out + j * ROWS + 8, sum[j][1]);
+    }
+}
+
 INLINE void dot_bytes_of(const struct group *w, const int format, const struct chunk *x, const int m, float *out) {
     const uint8_t *tiles = w->tiles;
     const int blocks = TILE_K / block_size(format), parts = block_size(format) / 16;
@@ -66,7 +71,7 @@ INLINE void dot_bytes_of(const struct group *w, const int format, const struct c
     const float *scale = x->scale;
     const int32_t *offset = x->offset;
     __m256 sum[AT_ONCE][2];
-    for (int j = 0; j < m; j++) sum[j][0] = sum[j][1] = _mm256_setzero_ps();
+    clear(sum, m);
     for (int64_t t = 0; t < w->tiles_count; t++, tiles += tile_bytes(format)) {
         prefetch_tile(tiles, w->prefetch_end, format);
 #pragma GCC unroll 4
@@ -104,10 +109,7 @@ INLINE void dot_bytes_of(const struct group *w, const int format, const struct c
             offset += m;
         }
     }
-    for (int j = 0; j < m; j++) {
-        _mm256_storeu_ps(out + j * ROWS, sum[j][0]);
-        _mm256_storeu_ps(out + j * ROWS + 8, sum[j][1]);
-    }
+    store_sums(sum, m, out);
 }
 
 /* e2m1 values of the lowest nibble of each lane: an index of three bits, and bit 3 moved to the sign. */
@@ -122,13 +124,13 @@ INLINE void dot_floats_of(const struct group *w, const int format, const struct 
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
     const float *floats = x->floats;
     __m256 sum[AT_ONCE][2];
-    for (int j = 0; j < m; j++) sum[j][0] = sum[j][1] = _mm256_setzero_ps();
+    clear(sum, m);
     for (int64_t t = 0; t < w->tiles_count; t++, tiles += tile_bytes(format)) {
         prefetch_tile(tiles, w->prefetch_end, format);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
             __m256 part[AT_ONCE][2];
-            for (int j = 0; j < m; j++) part[j][0] = part[j][1] = _mm256_setzero_ps();
+            clear(part, m);
             for (int r = 0; r < registers; r++) {
                 const uint8_t *from = tiles + (block * registers + r) * 64;
                 const __m256i upper = _mm256_loadu_si256((const __m256i *)from);
@@ -153,10 +155,7 @@ INLINE void dot_floats_of(const struct group *w, const int format, const struct 
             }
         }
     }
-    for (int j = 0; j < m; j++) {
-        _mm256_storeu_ps(out + j * ROWS, sum[j][0]);
-        _mm256_storeu_ps(out + j * ROWS + 8, sum[j][1]);
-    }
+    store_sums(sum, m, out);
 }
 
 /* One copy of the loops for each number of rows, so that sums stay in registers. */
@@ -166,16 +165,8 @@ INLINE void dot_floats_of(const struct group *w, const int format, const struct 
         break;
 #define ALL(name, f) \
     switch (x->m) { CASE(name, f, 1) CASE(name, f, 2) CASE(name, f, 3) CASE(name, f, 4) }
-#define FUNCTION(name) \
-    static void name(const struct group *w, const struct chunk *x, float *out) { \
-        if (w->format == NVFP4) { \
-            ALL(name, NVFP4) \
-        } else { \
-            ALL(name, MXFP4) \
-        } \
-    }
-FUNCTION(dot_bytes)
-FUNCTION(dot_floats)
+BOTH_FORMATS(dot_bytes)
+BOTH_FORMATS(dot_floats)
 
 const struct kernels TABLE = {
     .name = TABLE_NAME,
@@ -183,10 +174,5 @@ const struct kernels TABLE = {
     .groups_at_once = 1,
     .dot_floats = dot_floats,
     .dot_bytes = dot_bytes,
-    .fill_floats = fill_floats,
-    .fill_bytes = fill_bytes,
-    .fill_fp4 = fill_fp4,
-    .quantize_row = quantize_row,
-    .finite_amax_bits = finite_amax_bits,
-    .store = store,
+    ROW_FUNCTIONS,
 };

@@ -16,14 +16,6 @@
 #define TABLE_NAME "avx512"
 #define WIDE 0
 #endif
-#define INLINE static inline __attribute__((always_inline))
-
-enum { AHEAD = 8192 }; /* bytes that prefetches run ahead of the loads */
-
-INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
-    if ((uintptr_t)tiles + AHEAD >= (uintptr_t)end) return;
-    for (int i = 0; i < tile_bytes(format); i += 64) _mm_prefetch((const char *)tiles + AHEAD + i, _MM_HINT_T0);
-}
 
 /* 2 * e2m1 + 12 of a code, for unsigned bytes */
 INLINE __m512i byte_table(void) {
@@ -72,6 +64,30 @@ INLINE void store_sums(__m512 (*sum)[MAX_CHUNK], int groups, int m, float *out) 
     }
 }
 
+/* The scales of a tile of each group, and the tile ahead of it on its way. */
+INLINE void open_tile(const struct group *weight, const int groups, const int format, const uint8_t *tiles,
+                      __m512i *scales) {
+    for (int g = 0; g < groups; g++) {
+        prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
+        scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
+    }
+}
+
+INLINE void load_codes(const struct group *weight, const int groups, const uint8_t *from, __m512i *codes) {
+    for (int g = 0; g < groups; g++) codes[g] = _mm512_loadu_si512(from + g * weight->bytes);
+}
+
+/* sum += part * scale of a block */
+INLINE void add_block(const __m512i *scales, const int groups, const int format, const int block, const int m,
+                      __m512 (*part)[MAX_CHUNK], __m512 (*sum)[MAX_CHUNK]) {
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; g++) {
+        const __m512 ws = block_scales(scales[g], format, block);
+#pragma GCC unroll 8
+        for (int j = 0; j < m; j++) sum[g][j] = _mm512_fmadd_ps(part[g][j], ws, sum[g][j]);
+    }
+}
+
 INLINE void dot_bytes_of(const struct group *weight, const int groups, const int format, const struct chunk *x,
                          const int m, float *out) {
     const int blocks = TILE_K / block_size(format), registers = block_size(format) / 8;
@@ -84,10 +100,7 @@ INLINE void dot_bytes_of(const struct group *weight, const int groups, const int
     clear(sum, groups, m);
     for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
         __m512i scales[MAX_GROUPS];
-        for (int g = 0; g < groups; g++) {
-            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
-            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
-        }
+        open_tile(weight, groups, format, tiles, scales);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
             __m512i w[MAX_GROUPS][8];
@@ -138,19 +151,14 @@ INLINE void dot_floats_of(const struct group *weight, const int groups, const in
     clear(sum, groups, m);
     for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
         __m512i scales[MAX_GROUPS];
-        for (int g = 0; g < groups; g++) {
-            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
-            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
-        }
+        open_tile(weight, groups, format, tiles, scales);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
             __m512 part[MAX_GROUPS][MAX_CHUNK];
             clear(part, groups, m);
             for (int r = 0; r < registers; r++) {
                 __m512i codes[MAX_GROUPS];
-                for (int g = 0; g < groups; g++) {
-                    codes[g] = _mm512_loadu_si512(tiles + g * weight->bytes + (block * registers + r) * 64);
-                }
+                load_codes(weight, groups, tiles + (block * registers + r) * 64, codes);
 #pragma GCC unroll 8
                 for (int c = 0; c < 8; c++) { /* vpermps reads the lowest four bits of a lane */
                     __m512 w[MAX_GROUPS];
@@ -167,12 +175,7 @@ INLINE void dot_floats_of(const struct group *weight, const int groups, const in
                 }
                 floats += 8 * m;
             }
-#pragma GCC unroll 2
-            for (int g = 0; g < groups; g++) {
-                const __m512 ws = block_scales(scales[g], format, block);
-#pragma GCC unroll 8
-                for (int j = 0; j < m; j++) sum[g][j] = _mm512_fmadd_ps(part[g][j], ws, sum[g][j]);
-            }
+            add_block(scales, groups, format, block, m, part, sum);
         }
     }
     store_sums(sum, groups, m, out);
@@ -192,10 +195,7 @@ INLINE void dot_pairs_of(const struct group *weight, const int groups, const int
     clear(sum, groups, m);
     for (int64_t t = 0; t < weight->tiles_count; t++, tiles += tile_bytes(format)) {
         __m512i scales[MAX_GROUPS];
-        for (int g = 0; g < groups; g++) {
-            prefetch_tile(tiles + g * weight->bytes, weight->prefetch_end, format);
-            scales[g] = load_scales(tiles + g * weight->bytes + TILE_CODES, format);
-        }
+        open_tile(weight, groups, format, tiles, scales);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; block++) {
             __m512 part[MAX_GROUPS][MAX_CHUNK];
@@ -203,9 +203,7 @@ INLINE void dot_pairs_of(const struct group *weight, const int groups, const int
 #pragma GCC unroll 4
             for (int r = 0; r < registers; r++) {
                 __m512i codes[MAX_GROUPS];
-                for (int g = 0; g < groups; g++) {
-                    codes[g] = _mm512_loadu_si512(tiles + g * weight->bytes + (block * registers + r) * 64);
-                }
+                load_codes(weight, groups, tiles + (block * registers + r) * 64, codes);
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++) { /* nibble c of the lower and of the upper word: columns c and c + 4 */
                     __m512i w[MAX_GROUPS];
@@ -222,12 +220,7 @@ INLINE void dot_pairs_of(const struct group *weight, const int groups, const int
                 }
                 pairs += 4 * m;
             }
-#pragma GCC unroll 2
-            for (int g = 0; g < groups; g++) {
-                const __m512 ws = block_scales(scales[g], format, block);
-#pragma GCC unroll 8
-                for (int j = 0; j < m; j++) sum[g][j] = _mm512_fmadd_ps(part[g][j], ws, sum[g][j]);
-            }
+            add_block(scales, groups, format, block, m, part, sum);
         }
     }
     store_sums(sum, groups, m, out);
@@ -249,18 +242,10 @@ INLINE void dot_pairs_of(const struct group *weight, const int groups, const int
         CASE(name, f, 1) CASE(name, f, 2) CASE(name, f, 3) CASE(name, f, 4) \
         CASE(name, f, 5) CASE(name, f, 6) CASE(name, f, 7) CASE(name, f, 8) \
     }
-#define FUNCTION(name) \
-    static void name(const struct group *w, const struct chunk *x, float *out) { \
-        if (w->format == NVFP4) { \
-            ALL(name, NVFP4) \
-        } else { \
-            ALL(name, MXFP4) \
-        } \
-    }
-FUNCTION(dot_bytes)
-FUNCTION(dot_floats)
+BOTH_FORMATS(dot_bytes)
+BOTH_FORMATS(dot_floats)
 #if WIDE
-FUNCTION(dot_pairs)
+BOTH_FORMATS(dot_pairs)
 #endif
 
 const struct kernels TABLE = {
@@ -274,10 +259,5 @@ const struct kernels TABLE = {
     .fill_pairs = fill_pairs,
 #endif
     .dot_bytes = dot_bytes,
-    .fill_floats = fill_floats,
-    .fill_bytes = fill_bytes,
-    .fill_fp4 = fill_fp4,
-    .quantize_row = quantize_row,
-    .finite_amax_bits = finite_amax_bits,
-    .store = store,
+    ROW_FUNCTIONS,
 };

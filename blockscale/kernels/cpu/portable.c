@@ -1,7 +1,6 @@
 /* Products in plain C, for any processor. Vectors of 16 bytes, which gcc and clang map to SSE2, NEON and the like. */
 #include "rows.h"
 
-#define INLINE static inline __attribute__((always_inline))
 
 enum { QUADS = ROWS / 4 };
 
@@ -128,10 +127,5 @@ const struct kernels kernels_portable = {
     .groups_at_once = 1,
     .dot_floats = dot_floats,
     .dot_bytes = dot_bytes,
-    .fill_floats = fill_floats,
-    .fill_bytes = fill_bytes,
-    .fill_fp4 = fill_fp4,
-    .quantize_row = quantize_row,
-    .finite_amax_bits = finite_amax_bits,
-    .store = store,
+    ROW_FUNCTIONS,
 };

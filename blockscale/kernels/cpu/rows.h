@@ -6,6 +6,15 @@
 
 #include "kernels.h"
 
+#define INLINE static inline __attribute__((always_inline))
+
+enum { AHEAD = 8192 }; /* bytes that prefetches run ahead of the loads */
+
+INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) {
+    if ((uintptr_t)tiles + AHEAD >= (uintptr_t)end) return;
+    for (int i = 0; i < tile_bytes(format); i += 64) __builtin_prefetch(tiles + AHEAD + i, 0, 3);
+}
+
 static inline float float_of(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
@@ -265,5 +274,20 @@ static void store(const float *out, const float *factor, float scale, const floa
         memcpy(y, half, 2 * (size_t)n);
     }
 }
+
+/* What the functions of this file are in the table of an instruction set. */
+#define ROW_FUNCTIONS \
+    .fill_floats = fill_floats, .fill_bytes = fill_bytes, .fill_fp4 = fill_fp4, .quantize_row = quantize_row, \
+    .finite_amax_bits = finite_amax_bits, .store = store
+
+/* A product for either format, each a constant in its copy of the loops; ALL chooses by the number of rows. */
+#define BOTH_FORMATS(name) \
+    static void name(const struct group *w, const struct chunk *x, float *out) { \
+        if (w->format == NVFP4) { \
+            ALL(name, NVFP4) \
+        } else { \
+            ALL(name, MXFP4) \
+        } \
+    }
 
 #endif

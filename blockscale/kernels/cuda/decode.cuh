@@ -37,6 +37,15 @@ DEVICE u32 multiply_f16x2(u32 a, u32 b) {
   asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+template <int TYPE>
+DEVICE u32 round_pair(float low, float high) {  // to nearest even
+  u32 r;
+  if constexpr (TYPE == FP16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 DEVICE u32 rotate_right(u32 word, int distance) { return __funnelshift_r(word, word, distance); }
 DEVICE u32 byte_of(u32 word, int index) { return __byte_perm(word, 0, 0x4440 | index); }
 #else

@@ -69,16 +69,6 @@ __device__ __forceinline__ float divide(float a, float b, float inverse) {
 }
 
 template <int TYPE>
-__device__ __forceinline__ u32 round_pair(float low, float high) {
-  u32 r;
-  if constexpr (TYPE == FP16)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
-template <int TYPE>
 __device__ __forceinline__ float to_float(u32 bits16) {
   if constexpr (TYPE == FP16) return __half2float(__ushort_as_half((unsigned short)bits16));
   return __uint_as_float(bits16 << 16);

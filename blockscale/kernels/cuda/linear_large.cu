@@ -39,16 +39,6 @@ struct Args {
   Deal deal;
 };
 
-template <int TYPE>
-__device__ __forceinline__ u32 round_to_pair(float low, float high) {
-  u32 r;
-  if constexpr (TYPE == FP16)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
 template <int BLOCKS_, int TOKENS_, int CLUSTER_, int TYPE_, int FORMAT_, int X_STAGES_, int W_STAGES_>
 struct Shape {
   static constexpr int BLOCKS = BLOCKS_, TOKENS = TOKENS_, CLUSTER = CLUSTER_;
@@ -217,7 +207,7 @@ __device__ __forceinline__ void write_tile(const float (&d)[S::BLOCKS][S::TOKENS
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* v = &d[b][(chunk * STAGING_TOKENS / 8 + c + i / 2) * 4 + i % 2 * 2];
-          r[i] = round_to_pair<TYPE>(fmaf(v[0], scale, bias[i % 2]), fmaf(v[1], scale, bias[i % 2]));
+          r[i] = round_pair<TYPE>(fmaf(v[0], scale, bias[i % 2]), fmaf(v[1], scale, bias[i % 2]));
         }
         const int token = c * 8 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
         store_transposed(staging + token * 128 + (piece ^ token % 8) * 16, r[0], r[1], r[2], r[3]);
