@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockscale.kernels.device import describe
-from blockscale.kernels.ops.library import define
+from blockscale.kernels.ops.library import cache_parts, define
 from blockscale.kernels.paged_cache import KVFormat, LatentCache, PagedCache
 from blockscale.kernels.select import Kernel, Op, choose
 
@@ -31,7 +31,7 @@ def attention_decode(
     softcap     logits become softcap * tanh(logits / softcap); 0 for none
     sinks       [num_heads]: a logit a head that takes part in the denominator alone
     """
-    return _DECODE(q, *_parts(cache), page_table, lengths, scale, window, softcap, sinks)
+    return _DECODE(q, *cache_parts(cache), page_table, lengths, scale, window, softcap, sinks)
 
 
 def attention_prefill(
@@ -51,7 +51,7 @@ def attention_prefill(
     lengths     int32 [B]: tokens of each sequence, the new ones included
     cu_seqlens  int32 [B + 1]: where each sequence's new tokens begin in q
     """
-    return _PREFILL(q, *_parts(cache), page_table, lengths, cu_seqlens, scale, window, softcap, sinks)
+    return _PREFILL(q, *cache_parts(cache), page_table, lengths, cu_seqlens, scale, window, softcap, sinks)
 
 
 def attention_mla(q: Tensor, cache: LatentCache, page_table: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
@@ -86,21 +86,6 @@ def launcher(op: Op, kernel: Kernel) -> Callable[..., Tensor]:
         Op.ATTENTION_MLA: reference.attention_mla,
     }
     return plain[op]
-
-
-def _parts(
-    cache: PagedCache,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, str, torch.dtype]:
-    return (
-        cache.k,
-        cache.v,
-        cache.k_block_scale,
-        cache.v_block_scale,
-        cache.k_scale,
-        cache.v_scale,
-        cache.format.value,
-        cache.dtype,
-    )
 
 
 def _paged(op: Op, q: Tensor, *operands: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockscale.errors import UsageError
 from blockscale.kernels.device import describe
-from blockscale.kernels.ops.library import define
+from blockscale.kernels.ops.library import cache_parts, define
 from blockscale.kernels.paged_cache import KVFormat, PagedCache
 from blockscale.kernels.select import Kernel, Op, choose
 
@@ -76,19 +76,7 @@ def quantize_kv(cache: PagedCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
     slots  int64 [T]: page * page_size + place in the page; what lies outside the cache is skipped
     """
-    _KV(
-        cache.k,
-        cache.v,
-        cache.k_block_scale,
-        cache.v_block_scale,
-        cache.k_scale,
-        cache.v_scale,
-        cache.format.value,
-        cache.dtype,
-        k,
-        v,
-        slots,
-    )
+    _KV(*cache_parts(cache), k, v, slots)
 
 
 @cache
