@@ -13,6 +13,7 @@ from blockscale.kernels import select
 from blockscale.kernels.experts import GPT_OSS
 from blockscale.kernels.linears import kernel_for, prepare
 from blockscale.kernels.ops import attention, linear, moe, quantize
+from blockscale.kernels.ops.library import cache_parts
 from blockscale.kernels.paged_cache import KVFormat, LatentCache, allocate
 from blockscale.kernels.prepare import Layout, row_major
 from blockscale.kernels.reference import attention as plain_attention
@@ -91,7 +92,7 @@ def test_schemas_hold() -> None:
     torch.library.opcheck(torch.ops.blockscale.linear_w4a16.default, (x, *parts, None))
     torch.library.opcheck(torch.ops.blockscale.linear_w4a4.default, (x, *parts, None, ONE))
     pages = allocate(KVFormat.BITS16, 4, 16, 2, 32)  # torch's checks do arithmetic, which float8 has none of
-    cache, k, q = attention._parts(pages), normal(2, 2, 32), normal(2, 4, 32)
+    cache, k, q = cache_parts(pages), normal(2, 2, 32), normal(2, 4, 32)
     torch.library.opcheck(torch.ops.blockscale.quantize_kv.default, (*cache, k, k, torch.tensor([3, -1])))
     torch.library.opcheck(
         torch.ops.blockscale.attention_decode.default, (q, *cache, TABLE, LENGTHS, None, 0, 0.0, None)
