@@ -13,6 +13,7 @@ import itertools
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -131,7 +132,7 @@ def main() -> None:
         cache = filled_cache(fmt, -(-tokens // args.page_size), args)
         wanted = [(batch, plan) for batch in args.batches for plan in plans(cache, batch, args)]
         kernels = {(p.tokens, p.warps, p.stages, p.splits > 1): p for _, p in wanted}
-        with ProcessPoolExecutor(args.processes) as pool:
+        with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
             jobs = {key: pool.submit(compile_one, fmt, plan, args) for key, plan in kernels.items()}
             broken = {key: job.exception() for key, job in jobs.items()}
         for batch, plan in wanted:

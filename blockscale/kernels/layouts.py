@@ -114,6 +114,8 @@ def to_fragments(weight: PreparedWeight) -> PreparedWeight:
     block_scale  no scales: zero bytes [..., N'/4] in which a kernel that splits K over thread blocks counts those that
                  are done, and which it leaves zero. They belong to the weight, so that launches in a CUDA graph need
                  nothing else; one weight must not be multiplied on two streams at the same time.
+
+    Returns when all is written: kernels read weights before they wait for the kernel ahead of them.
     """
     if weight.layout is not Layout.ROW_MAJOR:
         raise FormatError(f"tiles are made from the row-major layout, not from {weight.layout.value}")
@@ -123,6 +125,8 @@ def to_fragments(weight: PreparedWeight) -> PreparedWeight:
     for packed, block_scale, out in parts:
         pack_tiles(packed, block_scale, weight.format, out)
     counters = torch.zeros(*lead, padded_shape(n, k)[0] // 4, dtype=torch.uint8, device=weight.device)
+    if weight.device.type == "cuda":
+        torch.cuda.current_stream(weight.device).synchronize()
     return replace(weight, layout=Layout.FRAGMENTS, packed=tiles, block_scale=counters)
 
 

@@ -1,8 +1,10 @@
 """PagedCache: keys and values of many sequences in pages of fixed size, in 16 bits, FP8 or NVFP4."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from blockscale.errors import FormatError, UsageError
 from blockscale.formats.nvfp4 import decode_packed
 
 BLOCK = 16  # elements that share an NVFP4 block scale
+_ALIGNMENT = 64  # bytes: a line of the CPU's caches, and as torch aligns its own memory
 
 
 class KVFormat(Enum):
@@ -136,10 +139,19 @@ def allocate_pages(
     def zeros(width: int, stored: torch.dtype) -> Tensor:
         # zeros of bytes: float8 has no fill on some backends
         size = num_pages, num_kv_heads, page_size, width * stored.itemsize
-        return torch.zeros(size, dtype=torch.uint8, device=device).view(stored).transpose(1, 2)
+        return _zeros(math.prod(size), device).view(size).view(stored).transpose(1, 2)
 
     pages = zeros(columns, _STORED.get(fmt, dtype))
     return pages, zeros(head_dim // BLOCK, torch.float8_e4m3fn) if fmt is KVFormat.NVFP4 else None
+
+
+def _zeros(num_bytes: int, device: str) -> Tensor:
+    """uint8 [num_bytes]. On the CPU memory comes as it is touched: a large cache takes what is used of it."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    whole = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    begin = -whole.data_ptr() % _ALIGNMENT
+    return whole[begin : begin + num_bytes]
 
 
 def allocate(

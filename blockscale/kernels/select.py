@@ -30,6 +30,9 @@ class Op(Enum):
     HADAMARD_QUANTIZE = "hadamard_quantize"
     QUANTIZE_WEIGHT_SWEEP = "quantize_weight_sweep"
     QUANTIZE_KV = "quantize_kv"
+    ADD_RMS_NORM = "add_rms_norm"
+    GATED = "gated"
+    ROTATE_INTO_CACHE = "rotate_into_cache"
     MOE_W4A16 = "moe_w4a16"
     ATTENTION_DECODE = "attention_decode"
     ATTENTION_PREFILL = "attention_prefill"
@@ -60,6 +63,7 @@ class Kernel(Enum):
     TRITON_LINEAR = "triton/linear"
     TRITON_LINEAR_W4A4 = "triton/linear_w4a4"
     TRITON_QUANTIZE = "triton/quantize"
+    TRITON_CHAIN = "triton/chain"
     CUDA_MOE = "cuda/moe"
     TRITON_MOE = "triton/moe"
     TRITON_ATTENTION = "triton/attention"
@@ -141,6 +145,9 @@ CANDIDATES: dict[Op, tuple[Candidate, ...]] = {
     Op.HADAMARD_QUANTIZE: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
     Op.QUANTIZE_WEIGHT_SWEEP: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
     Op.QUANTIZE_KV: (Candidate(Kernel.TRITON_QUANTIZE, Mode.FUSED, TRITON), _TORCH),
+    Op.ADD_RMS_NORM: (Candidate(Kernel.TRITON_CHAIN, Mode.FUSED, TRITON), _TORCH),
+    Op.GATED: (Candidate(Kernel.TRITON_CHAIN, Mode.FUSED, TRITON), _TORCH),
+    Op.ROTATE_INTO_CACHE: (Candidate(Kernel.TRITON_CHAIN, Mode.FUSED, TRITON), _TORCH),
     Op.MOE_W4A16: (
         Candidate(Kernel.CUDA_MOE, Mode.FUSED, CUDA_MOE, Layout.ROW_MAJOR),
         Candidate(Kernel.TRITON_MOE, Mode.FUSED, TRITON, Layout.ROW_MAJOR),

@@ -34,7 +34,8 @@ def decode(arch: str, fmt: int, head_dim: int = 128, group: int = 8, **changes: 
     padded = attention_decode.padded_head_dim(head_dim)
     values = {
         "D": head_dim, "PADDED": padded, "GROUP": group, "N": 8, "PAGE": 16, "WINDOW": 0, "SOFTCAP": 0.0,
-        "HAS_SINK": False, "W": 4, "T": 16, "STAGES": 5, "IS_SPLIT": True, "ALIGNED": 8, **changes,
+        "HAS_SINK": False, "W": 4, "T": 16, "STAGES": 5, "IS_SPLIT": True, "ALIGNED": 8,
+        "IS_CHAINED": int(arch.removeprefix("sm_")) >= 90, **changes,
     }  # fmt: skip
     return build(attention_decode._decode_kernel, arch, fmt, values, values["W"])
 

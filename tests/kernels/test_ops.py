@@ -12,7 +12,7 @@ from blockscale.formats.tensor import encode
 from blockscale.kernels import select
 from blockscale.kernels.experts import GPT_OSS
 from blockscale.kernels.linears import kernel_for, prepare
-from blockscale.kernels.ops import attention, linear, moe, quantize
+from blockscale.kernels.ops import attention, between, linear, moe, quantize
 from blockscale.kernels.ops.library import cache_parts
 from blockscale.kernels.paged_cache import KVFormat, LatentCache, allocate
 from blockscale.kernels.prepare import Layout, row_major
@@ -51,6 +51,8 @@ CALLS = {
     "linear_w4a8": lambda x, w: linear.linear_w4a8(x, w),
     "linear_w4a4": lambda x, w: linear.linear_w4a4(x, w, input_global_scale=ONE),
     "quantize_nvfp4": lambda x, w: quantize.quantize_nvfp4(x),
+    "add_rms_norm": lambda x, w: between.add_rms_norm(x[0], x[1], x[0, 0].float(), 1e-5),
+    "gated": lambda x, w: between.gated(x[0]),
     "quantize_nvfp4_static": lambda x, w: quantize.quantize_nvfp4(x, ONE, swizzled=True)[:2],
     "rms_norm_quantize": lambda x, w: quantize.rms_norm_quantize(x, x[0, 0], ONE, residual=x * 2),
     "silu_mul_quantize": lambda x, w: quantize.silu_mul_quantize(x, x * 2, ONE, activation="gelu_tanh"),
@@ -83,7 +85,10 @@ def flat(result: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
 def test_every_op_of_the_table_is_torchs() -> None:
     for op in select.Op:
         assert hasattr(torch.ops.blockscale, op.value)
-    assert {op.value for op in select.Op} == (set(CALLS) - {"quantize_nvfp4_static"}) | {"quantize_kv"}
+    assert {op.value for op in select.Op} == (set(CALLS) - {"quantize_nvfp4_static"}) | {
+        "quantize_kv",
+        "rotate_into_cache",
+    }
 
 
 def test_schemas_hold() -> None:

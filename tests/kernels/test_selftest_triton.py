@@ -9,10 +9,11 @@ import torch
 from blockscale.kernels import linears
 from blockscale.kernels.device import describe
 from blockscale.kernels.ops import attention as attention_ops
+from blockscale.kernels.ops import between as between_ops
 from blockscale.kernels.ops import moe as moe_ops
 from blockscale.kernels.ops import quantize as quantize_ops
 from blockscale.kernels.select import CANDIDATES, Candidate, Choice, Op
-from blockscale.kernels.selftest import linear, moe, quantize, run
+from blockscale.kernels.selftest import between, linear, moe, quantize, run
 from tests.kernels.interpreter import interpreted
 
 MODULES = (
@@ -28,9 +29,12 @@ MODULES = (
     "attention_decode",
     "attention_prefill",
     "attention_mla",
+    "norm",
+    "gated",
+    "rotary",
 )
 SERVED = {op: c for op, every in CANDIDATES.items() for c in every if c.kernel.value.startswith("triton/")}
-LAUNCHERS = (linears.launcher, moe_ops.launcher, attention_ops.launcher, quantize_ops.launcher)
+LAUNCHERS = (linears.launcher, moe_ops.launcher, attention_ops.launcher, quantize_ops.launcher, between_ops.launcher)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +47,8 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "N", 40)
     monkeypatch.setattr(moe, "_TOKENS", (5,))
     monkeypatch.setattr(quantize, "_DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(between, "_DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(between, "_TOKENS", 9)
     for launcher in LAUNCHERS:
         launcher.cache_clear()
     yield

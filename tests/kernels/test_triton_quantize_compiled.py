@@ -155,11 +155,12 @@ FAST |= {("quantize", "sm_80"), ("quantize", "sm_120")}
 
 def build(case: Case, arch: str) -> Compiled:
     names = case.kernel.arg_names
+    constants = {**case.constants, "IS_CHAINED": int(arch.removeprefix("sm_")) >= 90}
     signature = {n: case.pointers.get(n) or ("fp32" if n in case.floats else "i32") for n in names}
     return compile_triton(
         case.kernel,
         signature,
-        {n: value for n, value in case.constants.items() if n in names},
+        {n: value for n, value in constants.items() if n in names},
         arch,
         num_warps=case.num_warps,
         divisible_by_16=tuple(n for n in names if n in case.pointers or n in STRIDES or n == "v_head"),

@@ -52,7 +52,13 @@ X86_UNITS = (
     Unit("avx512.c", _AVX512, "HAVE_AVX512"),
     Unit("avx512.c", (*_AVX512, "-mavx512vbmi", "-mavx512bf16"), "HAVE_AVX512_BF16"),
 )
-PLAIN_UNITS = tuple(Unit(f"{name}.c") for name in ("portable", "linear", "prepare", "pool", "dispatch"))
+PLAIN_UNITS = (
+    *(Unit(f"{name}.c") for name in ("portable", "linear", "prepare", "pool", "dispatch")),
+    # their sums have no other file's to be equal to
+    Unit("dense.c", ("-ffp-contract=fast",)),
+    Unit("decode.c", ("-ffp-contract=fast",)),
+    Unit("layers.c"),
+)
 
 
 def find_compiler() -> list[str]:
@@ -105,7 +111,7 @@ def _build(compiler: Sequence[str], units: Sequence[Unit], folder: Path, target:
         failures = list(pool.map(lambda unit, out: _compile(compiler, macros, unit.source, out), plain, objects))
     failure = next(filter(None, failures), "")
     if not failure:
-        failure = _run(compiler, ["-shared", "-o", str(target), *map(str, built + objects), "-lpthread"])
+        failure = _run(compiler, ["-shared", "-o", str(target), *map(str, built + objects), "-lpthread", "-lm"])
     if failure:
         raise MissingDependencyError(
             f"the C compiler {shlex.join(compiler)} fails: {failure}",

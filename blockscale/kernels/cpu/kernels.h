@@ -130,6 +130,24 @@ static inline void pause_briefly(void) {
 #endif
 }
 
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline uint16_t float_to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16 | 0x40) : rounded);
+}
+
 #define EXPORT __attribute__((visibility("default")))
 
 #endif

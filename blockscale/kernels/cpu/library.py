@@ -37,7 +37,7 @@ class Level(Enum):
 
 
 class Linear(ctypes.Structure):
-    """struct linear of linear.c."""
+    """struct linear of calls.h."""
 
     _fields_ = (
         ("groups", c_void_p),
@@ -59,6 +59,13 @@ class Linear(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "blockscale_dense": (None, [c_void_p]),
+    "blockscale_attention": (c_int64, [c_void_p]),
+    "blockscale_rms_norm": (None, [c_void_p]),
+    "blockscale_turn": (None, [c_void_p]),
+    "blockscale_gate": (None, [c_void_p]),
+    "blockscale_write_pages": (c_int64, [c_void_p]),
+    "blockscale_decode_layers": (c_int64, [c_void_p]),
     "blockscale_linear": (c_int64, [POINTER(Linear)]),
     "blockscale_prepare": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p]),
     "blockscale_group_bytes": (c_int64, [c_int32, c_int64]),

@@ -2,23 +2,10 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "kernels.h"
+#include "calls.h"
 
-enum { NO_SUCH_LEVEL = -1, NO_MEMORY = -2 };
 enum { SCRATCH_BYTES = 64 << 20, CACHED_BYTES = 256 << 10, BYTES_WORTH_A_THREAD = 24 << 10 };
 enum { PIECES_A_THREAD = 8, PREFETCH_BYTES = 8192 };
-
-struct linear { /* mirrored in library.py */
-    const uint8_t *groups;
-    const void *x;     /* [m, k], rows x_stride elements apart */
-    const float *bias; /* [n] or NULL */
-    void *y;           /* [m, n] */
-    const char *level; /* NULL: the best */
-    int64_t n, k, m, x_stride;
-    float global_scale;   /* of the weight */
-    float x_global_scale; /* of activations in NVFP4 */
-    int32_t format, dtype, activation, threads;
-};
 
 struct product {
     const struct linear *l;

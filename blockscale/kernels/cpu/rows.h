@@ -15,18 +15,6 @@ INLINE void prefetch_tile(const uint8_t *tiles, const uint8_t *end, int format) 
     for (int i = 0; i < tile_bytes(format); i += 64) __builtin_prefetch(tiles + AHEAD + i, 0, 3);
 }
 
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
 static inline float half_to_float(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7FFF;
     /* as a float whose exponent is 112 too low, which one exact product corrects, subnormals included */
@@ -45,12 +33,6 @@ static inline uint16_t float_to_half(float value) {
     half = magnitude >= 0x47800000 ? 0x7C00 : half;
     half = magnitude > 0x7F800000 ? 0x7E00 : half;
     return (uint16_t)(sign | half);
-}
-
-static inline uint16_t float_to_bf16(float value) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16 | 0x40) : rounded);
 }
 
 /* out[0..TILE_K) = x[row][column ..], zero past the end */

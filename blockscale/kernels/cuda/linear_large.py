@@ -153,7 +153,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
-    is_programmatic: bool = False,
+    is_programmatic: bool = True,
 ) -> Tensor:
     """y [..., N] of the dtype of x.
 
@@ -161,8 +161,7 @@ def linear(
     weight           [N, K] in Layout.FRAGMENTS, on the device of x (sm_90)
     bias             [N] of the dtype of x or fp32
     tiling           the kernel's shape, for measurements; chosen by M otherwise
-    is_programmatic  may begin before the kernel ahead of it in the stream has ended, reading weights meanwhile: for
-                     weights that were written long before
+    is_programmatic  the first of its kernels begins when the one ahead of it in the stream is about to end
 
     The result does not depend on timing: sums are added in a fixed order. FormatError for what the kernel would
     misread.
@@ -178,7 +177,7 @@ def linear(
 
 
 def run(
-    p: Plan, x: Tensor, weight: PreparedWeight, bias: Tensor | None, y: Tensor, is_programmatic: bool = False
+    p: Plan, x: Tensor, weight: PreparedWeight, bias: Tensor | None, y: Tensor, is_programmatic: bool = True
 ) -> None:
     """Two launches into y [M, N], contiguous. x [M, K], M > 0: rows of stride 1 that begin at multiples of four bytes.
 

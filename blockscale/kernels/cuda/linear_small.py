@@ -203,14 +203,14 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None, *, is_programmatic: bool = False) -> Tensor:
+def linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None = None, *, is_programmatic: bool = True) -> Tensor:
     """y [..., N] of the dtype of x.
 
     x                [..., K] bfloat16 or float16, any strides; meant for up to 64 rows, right for any number
     weight           [N, K] in Layout.FRAGMENTS, on the device of x (sm_90)
     bias             [N] of the dtype of x or fp32
-    is_programmatic  may begin before the kernel ahead of it in the stream has ended, reading weights meanwhile: for
-                     weights that were written long before
+    is_programmatic  begins when the kernel ahead of it in the stream is about to end, and reads weights meanwhile:
+                     they are there once `layouts.to_fragments` returns
 
     The result does not depend on timing: sums are added in a fixed order. One weight must not be used on two streams
     at the same time (layouts.to_fragments). FormatError for what the kernel would misread.

@@ -12,6 +12,7 @@ import torch
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.select import Choice, Kernel, Op, usable
 from blockscale.kernels.selftest.attention import test_attention, test_mla
+from blockscale.kernels.selftest.between import test_between
 from blockscale.kernels.selftest.linear import test_linear
 from blockscale.kernels.selftest.moe import test_moe
 from blockscale.kernels.selftest.outcome import Mismatch
@@ -29,6 +30,9 @@ _TESTS: dict[Op, Callable[[Choice, torch.device], str]] = {
     Op.HADAMARD_QUANTIZE: test_quantizer,
     Op.QUANTIZE_WEIGHT_SWEEP: test_quantizer,
     Op.QUANTIZE_KV: test_quantizer,
+    Op.ADD_RMS_NORM: test_between,
+    Op.GATED: test_between,
+    Op.ROTATE_INTO_CACHE: test_between,
     Op.MOE_W4A16: test_moe,
     Op.ATTENTION_DECODE: test_attention,
     Op.ATTENTION_PREFILL: test_attention,

@@ -23,6 +23,7 @@ from blockscale.kernels.attention_operands import check_attention
 from blockscale.kernels.checks import check_shape
 from blockscale.kernels.device import Device, describe
 from blockscale.kernels.paged_cache import KVFormat, PagedCache
+from blockscale.kernels.triton.chain import chained, enter_chain
 from blockscale.kernels.triton.kv_decode import (
     BITS16,
     FORMAT_CODES,
@@ -65,7 +66,7 @@ def _decode_kernel(
     D: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, FORMAT: tl.constexpr, HOW: tl.constexpr,
     W: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, IS_SPLIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head and block of its query heads, sequence, split). W warps take T tokens each per step."""
     HALF: tl.constexpr = PADDED // 2
@@ -76,6 +77,7 @@ def _decode_kernel(
     in_group = (tl.program_id(0) % BLOCKS) * N + tl.arange(0, N)
     is_head = in_group < GROUP
     head = kv_head * GROUP + in_group
+    enter_chain(IS_CHAINED)
 
     end = tl.load(length_ptr + sequence)
     first = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
@@ -200,7 +202,7 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     partial_ptr, state_ptr, length_ptr, sink_ptr, out_ptr, num_heads, num_splits,
-    D: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (head, sequence, COLUMNS of D): the splits' sums brought to one maximum and added in fixed order."""
     sequence = tl.program_id(1).to(tl.int64)
@@ -212,9 +214,8 @@ def _combine_kernel(
         best = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
     mass = 1.0 if HAS_SINK else 0.0
     acc = tl.zeros([COLUMNS], tl.float32)
+    enter_chain(IS_CHAINED)
     length = tl.load(length_ptr + sequence)
-    if IS_DEPENDENT:  # launched while the splits end: from here on their results are there
-        tl.extra.cuda.gdc_wait()
     for first in tl.range(0, num_splits, STEP):
         split = first + tl.arange(0, STEP)
         is_split = split < num_splits
@@ -269,6 +270,7 @@ _WIDE_PAGES = {  # of 32 tokens or more
 }
 _MANY_ROWS = Cut(16, 4, 2, 1)  # head dimensions over 128, or more than 8 query heads: twice the registers
 _COMBINED_COLUMNS = 32
+_MOST_ROUNDS = 4
 _MIN_SPLIT_TOKENS = 256  # below this a split costs more in starting and combining than it saves
 
 
@@ -280,8 +282,22 @@ def plan_decode(cache: PagedCache, max_tokens: int, batch: int, group: int, devi
         cut = _MANY_ROWS
     programs = batch * cache.num_kv_heads * -(-group // heads)
     slots = device.num_sms * cut.resident if device.type == "cuda" else 1
-    splits = max(1, min(slots // programs, -(-max_tokens // _MIN_SPLIT_TOKENS)))
+    most = -(-max_tokens // _MIN_SPLIT_TOKENS)
+    splits = max(1, min(slots // programs, most))
+    if slots // programs <= 1:  # programs that leave a part of the device idle, once or in a last round
+        splits = _even(programs, slots, min(most, _MOST_ROUNDS))
     return DecodePlan(cut.tokens, cut.warps, cut.stages, splits)
+
+
+def _even(programs: int, slots: int, most: int) -> int:
+    """The fewest splits that come within a tenth of the least idle time of up to `most`."""
+
+    def share(splits: int) -> float:
+        return programs * splits / (-(-programs * splits // slots) * slots)
+
+    counts = range(1, most + 1)
+    best = max(map(share, counts))
+    return next(n for n in counts if share(n) >= 0.9 * best)
 
 
 def head_columns(group: int) -> int:
@@ -292,14 +308,11 @@ def head_columns(group: int) -> int:
 def combine(partial: Tensor, state: Tensor, lengths: Tensor, sinks: Tensor | None, out: Tensor) -> None:
     """Sums [batch, heads, splits, D] and (maximum, mass) [batch, heads, splits, 2] into out [batch, heads, D]."""
     batch, num_heads, splits, width = partial.shape
-    capability = describe(out.device).capability
-    is_dependent = capability is not None and capability >= (9, 0)
     # Few columns a program: the sum waits for memory alone, so that programs should be many
     _combine_kernel[(num_heads, batch, -(-width // _COMBINED_COLUMNS))](
         partial, state, lengths, lengths if sinks is None else sinks, out, num_heads, splits,
         D=width, COLUMNS=_COMBINED_COLUMNS, STEP=min(64, triton.next_power_of_2(splits)),
-        HAS_SINK=sinks is not None, IS_DEPENDENT=is_dependent, num_warps=4,
-        **({"launch_pdl": True} if is_dependent else {}),
+        HAS_SINK=sinks is not None, num_warps=4, **chained(out.device),
     )  # fmt: skip
 
 
@@ -364,7 +377,7 @@ def attention_decode(
         HAS_SINK=sinks is not None, FORMAT=FORMAT_CODES[cache.format],
         HOW=decode_instructions(cache, device, plan.tokens, 32),
         W=plan.warps, T=plan.tokens, STAGES=plan.stages, IS_SPLIT=plan.splits > 1,
-        ALIGNED=scale_alignment(k_block, v_block), num_warps=plan.warps,
+        ALIGNED=scale_alignment(k_block, v_block), num_warps=plan.warps, **chained(q.device),
     )  # fmt: skip
     if plan.splits > 1:
         combine(partial, state, lengths, sinks, out)

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockscale.errors import FormatError
 from blockscale.kernels import checks
 from blockscale.kernels.paged_cache import BLOCK, KVFormat, PagedCache
+from blockscale.kernels.triton.chain import chained, enter_chain
 from blockscale.kernels.triton.kv_decode import BITS16, FORMAT_CODES, FP8
 from blockscale.kernels.triton.nvfp4_blocks import (
     LARGEST_GLOBAL_SCALE,
@@ -115,8 +116,10 @@ def _kv_kernel(
     BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """A token a program, keys in the first half of the grid's second dimension, values in the other."""
+    enter_chain(IS_CHAINED)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):
@@ -177,6 +180,7 @@ def quantize_kv(cache: PagedCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
             LARGEST=LARGEST_GLOBAL_SCALE[k.dtype],
             num_warps=min(max(blocks // 32, 1), 16),
             enable_fp_fusion=False,
+            **chained(k.device),
         )
 
 

@@ -50,7 +50,7 @@ class Gate(Enum):
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU_TANH: tl.constexpr = tl.constexpr(1)
 _CLAMPED: tl.constexpr = tl.constexpr(2)
-_NUMBERS = {Gate.SILU: 0, Gate.GELU_TANH: 1, Gate.CLAMPED: 2}
+NUMBERS = {Gate.SILU: 0, Gate.GELU_TANH: 1, Gate.CLAMPED: 2}
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def silu_mul_quantize(
                 limit,
                 ROWS=tile.rows,
                 COLUMNS=tile.columns,
-                ACTIVATION=_NUMBERS[activation],
+                ACTIVATION=NUMBERS[activation],
                 IS_INTERLEAVED=pairs is not None,
                 HAS_ACTIVATED=activated is not None,
                 FOUR_OVER_SIX=four_over_six,
