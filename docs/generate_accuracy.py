@@ -23,8 +23,8 @@ that a recipe wins back, at the same bits:
 100 % would be the 16-bit model, 0 % is round to nearest, less than 0 % is worse than it. Every row is measured in the
 same way: 20480 tokens of each text, windows of 512, inputs rounded as the tensor core rounds them (and as
 `activation_scale` says: four over six in `nvfp4-best`). Calibration: help texts in English and Portuguese and a Bible
-in English, 65536 tokens; none of the texts that are measured, and no code at all. Rows that say "4096 tokens" are
-calibrated on as many, beside other tools' rows made from the same texts on the same machine (`benchmarks/peers`).
+in English, 65536 tokens; none of the texts that are measured, and no code at all. Rows of other tools are made with
+the same texts, as many tokens and seeds, at their best settings, and measured by the same code (`benchmarks/peers`).
 """
 _READING = """## How to read it
 
@@ -40,7 +40,6 @@ _READING = """## How to read it
   windows held back from calibration (`docs/decisions/0013`).
 * Without any text `nvfp4-w4a16-best` lets the model write some. It is calibrated on no language and no subject in
   particular: less is won on text like the calibration text of the other rows, and more on code.
-* Model Optimizer's NVFP4 roundings are GPU kernels; in its row a plain-torch stand-in took their place.
 * `nvfp4-best-arc` also multiplies the rounding error of 64 input channels once more. It costs bits (the column says
   how many) and only blockscale runs it.
 """

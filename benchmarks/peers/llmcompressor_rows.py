@@ -97,6 +97,7 @@ def make(job: Job) -> None:
         recipe=modifiers(recipe, job.device),
         max_seq_length=job.windows.shape[1],
         num_calibration_samples=len(job.windows),
+        batch_size=row.BATCH,
         shuffle_calibration_samples=False,
         log_dir=None,
     )

@@ -18,6 +18,7 @@ from blockscale.host.model import check_device, load_tokenizer
 from blockscale.pages import write_page
 from blockscale.quantization.calibrate import calibrate
 from blockscale.quantization.calibration_data import read_calibration
+from blockscale.quantization.layerwise import method as methods
 from blockscale.quantization.pipeline import Progress, job_digest
 from blockscale.quantization.plan import Plan, PlannedLinear, make_plan
 from blockscale.quantization.recipe import KEEP, Recipe, load_recipe, rule_scheme, with_options
@@ -145,10 +146,14 @@ def _answer(problem: Problem, found: Sensitivity, measure: Measure, notices: tup
 def _method_notice(recipe: Recipe) -> tuple[str, ...]:
     if recipe.method is None:
         return ()
-    return (
+    gains = (
         f"scores and the measured divergence are those of rounding by scale '{recipe.scale}': what method "
-        f"'{recipe.method}' gains comes on top",
+        f"'{recipe.method}' gains comes on top"
     )
+    method = methods.METHODS[recipe.method]
+    if not (method.residual_channels or method.rank):
+        return (gains,)
+    return gains, f"what method '{recipe.method}' puts beside weights is counted in no budget of bits or bytes"
 
 
 def split_windows(windows: Tensor) -> tuple[Tensor, Tensor]:

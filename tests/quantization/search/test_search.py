@@ -19,6 +19,7 @@ from blockscale.host.model import load_model, load_tokenizer
 from blockscale.quantization.calibration_data import read_calibration
 from blockscale.quantization.plan import make_plan
 from blockscale.quantization.recipe import Recipe, Rule, load_recipe, recipe_from_dict
+from blockscale.quantization.search import search as search_module
 from blockscale.quantization.search import sensitivity, subject
 from blockscale.quantization.search.budget import Budget
 from blockscale.quantization.search.deployment import find_site
@@ -295,3 +296,10 @@ def test_the_front(ending: str, search: Callable[..., Mixture], tmp_path: Path) 
     page = file.read_text()
     assert page.count("<circle") == sum(point.kl > 0 for point in mixture.front)
     assert ("<table>" in page) == (ending == "html")
+
+
+def test_what_a_method_adds_is_said_to_be_counted_in_no_budget():
+    beside = search_module._method_notice(load_recipe("nvfp4-best-arc"))
+    assert any("'best-arc' puts beside weights" in notice for notice in beside)
+    assert not any("beside" in notice for notice in search_module._method_notice(load_recipe("nvfp4-best")))
+    assert search_module._method_notice(load_recipe("nvfp4")) == ()
