@@ -9,6 +9,9 @@ BlockscaleError
 ├── ModelError             transformers cannot build or run this model
 ├── OutputError            the output cannot be written (exists, disk full)
 ├── MissingDependencyError an optional package is needed
+├── EngineError            a request cannot be served: memory, the device, the model's numbers, shutting down
+│   ├── BusyError          as many requests wait as may
+│   └── RankError          one of the devices that compute together is gone, and the model with it
 └── CheckFailed            a check that the user asked for did not hold (exit code 1)
 """
 
@@ -53,6 +56,18 @@ class OutputError(BlockscaleError):
 
 class MissingDependencyError(BlockscaleError):
     """An optional package is needed for what was asked."""
+
+
+class EngineError(BlockscaleError):
+    """A request that is right in itself cannot be served."""
+
+
+class BusyError(EngineError):
+    """As many requests wait as may: ask again later."""
+
+
+class RankError(EngineError):
+    """One of the devices that compute together is gone, and the model with it."""
 
 
 class CheckFailed(BlockscaleError):

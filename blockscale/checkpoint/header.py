@@ -30,7 +30,12 @@ _START_BYTES = 64  # that tell what else a file is
 
 
 class TensorInfo(NamedTuple):
-    """Where one stored tensor lies. `dtype` is safetensors' name; `offset` counts from the start of the file."""
+    """Where one stored tensor, or a part of it (`parts`), lies.
+
+    dtype      safetensors' name
+    offset     from the start of the file
+    row_bytes  of a part that has not all columns: from one row to the next in the file. 0 where rows follow one another
+    """
 
     name: str
     dtype: str
@@ -38,6 +43,7 @@ class TensorInfo(NamedTuple):
     path: Path
     offset: int
     num_bytes: int
+    row_bytes: int = 0
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

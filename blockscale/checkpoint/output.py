@@ -27,6 +27,7 @@ from torch import Tensor
 
 from blockscale.checkpoint.header import TensorInfo, header_bytes, read_chunks, read_header
 from blockscale.checkpoint.shards import INDEX_NAME, SINGLE_NAME
+from blockscale.checkpoint.steps import MODULES_NAME, step_folders
 from blockscale.checkpoint.target import check_absent, disk_errors
 from blockscale.checkpoint.tensors import DTYPE_NAMES, pwrite_all, tensor_bytes, torch_dtype
 from blockscale.errors import OutputError
@@ -234,6 +235,8 @@ class OutputFolder:
                 (self._checkpoint / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
             for path in companions:
                 shutil.copyfile(path, self._checkpoint / path.name)
+                for step in step_folders(path.parent) if path.name == MODULES_NAME else ():
+                    shutil.copytree(step, self._checkpoint / step.name, dirs_exist_ok=True)
             for name, text in files.items():
                 (self._checkpoint / name).write_text(text, encoding="utf-8")
         check(self._checkpoint)

@@ -3,13 +3,15 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockscale.errors import UsageError
-from blockscale.host.model import HostedModel, check_ids
+from blockscale.host.model import HostedModel, check_ids, read_generation_config
+from blockscale.host.skeleton import load_config
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,19 @@ def generate(
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a text: the generation config's, else the tokenizer's."""
-    found = model.generation_config.eos_token_id
+    return _end_ids(model.generation_config, tokenizer)
+
+
+def stored_end_ids(path: Path, tokenizer: Any) -> list[int]:
+    """The same of the model in a folder, without loading it."""
+    from transformers import GenerationConfig
+
+    config = read_generation_config(path) or GenerationConfig.from_model_config(load_config(path))
+    return _end_ids(config, tokenizer)
+
+
+def _end_ids(config: Any, tokenizer: Any) -> list[int]:
+    found = config.eos_token_id
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:

@@ -76,7 +76,7 @@ def load_model(
     model.tie_weights()
     if has_kv:
         _round_kv_cache(model, weights)
-    _load_generation_config(model, path)
+    model.generation_config = read_generation_config(path) or model.generation_config
     return HostedModel(checkpoint, model.to(device), torch.device(device), weights.activation_scale)
 
 
@@ -100,15 +100,16 @@ def load_tokenizer(path: Path) -> Any:
         raise ModelError(f"{path}: no tokenizer that transformers can read", hint="copy tokenizer.json there") from e
 
 
-def _load_generation_config(model: Any, path: Path) -> None:
-    """Special tokens only: penalties, beams or a top-k that the file asks for would change what temperature 0 means."""
+def read_generation_config(path: Path) -> Any:
+    """The folder's GenerationConfig, special tokens only: penalties, beams or a top-k that the file asks for would
+    change what temperature 0 means. None where there is no file; ModelError for one that cannot be read."""
     from transformers import GenerationConfig
 
     if not (path / "generation_config.json").is_file():
-        return
+        return None
     try:
         stored = GenerationConfig.from_pretrained(path)
     except (ValueError, TypeError, OSError) as e:
         raise ModelError(f"{path}: generation_config.json is not readable", hint="mend or remove it") from e
     tokens = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**tokens)
+    return GenerationConfig(**tokens)
