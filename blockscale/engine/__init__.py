@@ -1,0 +1,1 @@
+"""The engine: requests batched continuously over a paged cache, one step at a time."""
