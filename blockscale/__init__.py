@@ -18,11 +18,12 @@ Names are loaded when first used, so that importing the package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockscale.api import LLM, convert, doctor, evaluate, quantize
+    from blockscale.api import convert, doctor, evaluate, quantize
     from blockscale.conversion.repair.lint import lint
     from blockscale.formats.error import mse, sqnr
     from blockscale.formats.tensor import QuantizedTensor
     from blockscale.inspection.inspect import inspect
+    from blockscale.llm import LLM
     from blockscale.planning.planner import plan
     from blockscale.quantization.recipe import Recipe
     from blockscale.quantization.search.budget import Budget
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "blockscale.api",
+    "LLM": "blockscale.llm",
     "convert": "blockscale.api",
     "doctor": "blockscale.api",
     "evaluate": "blockscale.api",

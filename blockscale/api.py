@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from blockscale.checkpoint.target import check_absent
 from blockscale.conversion.convert import check_weights, convert_checkpoint, num_quantized
 from blockscale.conversion.repair.lint import lint, mend
 from blockscale.conversion.summary import ConversionSummary
+from blockscale.engine.bench.figures import Row as EngineRow
+from blockscale.engine.bench.run import bench_engine as bench_loads
+from blockscale.engine.bench.run import workloads
+from blockscale.engine.load import load_engine, load_for_bench
+from blockscale.engine.options import EngineOptions
+from blockscale.engine.sampling import Sampling
 from blockscale.errors import UsageError
 from blockscale.evaluation.arithmetic import arithmetic, chosen_scale
 from blockscale.evaluation.calibrated import language_notices, stored_record
@@ -30,14 +37,15 @@ from blockscale.evaluation.tasks import compare_tasks, run_tasks
 from blockscale.evaluation.windows import token_windows
 from blockscale.formats.spec import MXFP4, NVFP4
 from blockscale.host.chat_template import chat_renderer
-from blockscale.host.generate import Completion, Sampling, chat_ids, generate, text_streamer
 from blockscale.host.model import check_device, load_model, load_tokenizer
 from blockscale.inspection.findings import LintReport
 from blockscale.inspection.inspect import inspect
 from blockscale.inspection.inventory import Inspection
 from blockscale.kernels.bench.linear import Row as KernelRow
 from blockscale.kernels.bench.run import bench_kernels as bench_shapes
+from blockscale.kernels.bench.run import default_device
 from blockscale.kernels.selftest.run import self_test
+from blockscale.llm import LLM, Completion
 from blockscale.planning.hardware import doctor as hardware_doctor
 from blockscale.planning.hardware.doctor import Diagnosis
 from blockscale.planning.models.model import find_model, linear_shapes
@@ -329,57 +337,43 @@ def bench_kernels(
     return bench_shapes(tuple(dict.fromkeys((*shapes, *own))), **options)
 
 
-class LLM:
-    """A checkpoint ready to generate: `LLM("folder").generate(["2 + 2 ="], max_tokens=8)`.
+def bench_engine(
+    model: str | Path | None = None,
+    *,
+    input_tokens: int = 1024,
+    output_tokens: int = 128,
+    concurrency: Sequence[int] = (1,),
+    rates: Sequence[float] = (),
+    num_requests: int | None = None,
+    seed: int = 0,
+    num_draft: int = 0,
+    device: str | None = None,
+    tensor_parallel: int = 1,
+    **options: Any,
+) -> list[EngineRow]:
+    """Whole requests through the engine, a row a load: so many at once, or so many a second that come by chance.
 
-    Weights stay packed. `emulate_activations` rounds activations as the scheme says; by default only weights are
-    quantized, which is what GPUs without FP4 tensor cores compute.
+    The options are those of engine/bench/run: `random`, `weights`, `kv_cache`, `progress`.
     """
-
-    def __init__(self, model: str | Path, *, device: str = "cpu", emulate_activations: bool = False) -> None:
-        check_device(device)
-        path = locate(model)
-        self.hosted = load_model(path, device=device, emulate_activations=emulate_activations)
-        self.tokenizer = load_tokenizer(path)
-
-    def generate(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-    ) -> list[Completion]:
-        """One completion a prompt, in order."""
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one string", hint="give a list of prompts")
-        sampling = Sampling(max_tokens, temperature, top_p, seed)
-        return [generate(self.hosted, self.tokenizer, self.tokenizer.encode(p), sampling) for p in prompts]
-
-    def stream(self, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> Completion:
-        """One completion, whose text goes to `write` as it comes."""
-        return generate(
-            self.hosted, self.tokenizer, self.tokenizer.encode(prompt), sampling, text_streamer(self.tokenizer, write)
-        )
-
-    def chat(
-        self, messages: Sequence[dict[str, str]], sampling: Sampling, write: Callable[[str], None] | None = None
-    ) -> Completion:
-        """The assistant's next turn, through the model's chat template; its text also goes to `write`."""
-        streamer = text_streamer(self.tokenizer, write) if write else None
-        return generate(self.hosted, self.tokenizer, chat_ids(self.tokenizer, messages), sampling, streamer)
+    check_device(default_device() if device is None else device)
+    loads = workloads(input_tokens, output_tokens, concurrency, rates, num_requests, seed)
+    checkpoint = None if model is None else locate(model)
+    engine = EngineOptions(num_draft=num_draft, tensor_parallel=tensor_parallel)
+    load = partial(load_for_bench, tensor_parallel=tensor_parallel)
+    return bench_loads(load, loads, checkpoint=checkpoint, device=device, options=engine, **options)
 
 
 __all__ = [
     "LLM",
     "Completion",
     "ConversionSummary",
+    "EngineOptions",
     "Inspection",
     "LintReport",
     "Report",
     "Sampling",
     "Summary",
+    "bench_engine",
     "bench_kernels",
     "check_gates",
     "convert",
@@ -389,7 +383,9 @@ __all__ = [
     "fetch_demo",
     "inspect",
     "lint",
+    "load_engine",
     "load_recipe",
+    "locate",
     "mend",
     "plan",
     "quantize",

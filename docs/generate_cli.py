@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from generated_page import publish
@@ -14,12 +15,20 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 def render() -> str:
     """The page: what `--help` says, for the program and each verb."""
     parser = build_parser()
-    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs = _below(parser)
     parts = ["# Command line\n", "Made by `make docs` from the program's own help.\n", _block(parser.format_help())]
     for name in VERBS:
-        parts += [f"## blockscale {name}\n", _block(verbs.choices[name].format_help())]
+        parts += [f"## blockscale {name}\n", _block(verbs[name].format_help())]
+        for kind, own in _below(verbs[name]).items():
+            parts += [f"### blockscale {name} {kind}\n", _block(own.format_help())]
     parts.append(_EXIT_CODES)
     return "\n".join(parts)
+
+
+def _below(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Name -> parser of what a command is divided into."""
+    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0] if found else {}
 
 
 def _block(text: str) -> str:

@@ -15,7 +15,6 @@ import blockscale
 from blockscale import api
 from blockscale.checkpoint.output import partial_path
 from blockscale.errors import CheckFailed, CheckpointError, ModelError, RecipeError, UsageError
-from blockscale.host.generate import Sampling
 from blockscale.quantization.recipe import Recipe
 
 Find = Callable[[str], Path]
@@ -184,7 +183,7 @@ def test_quantize_evaluate_generate(with_tokenizer: Find, calibration_text: Path
     assert (first.num_tokens, second.num_tokens) == (5, 5)
     assert llm.generate(["Hello"], max_tokens=5)[0] == first
     written: list[str] = []
-    assert llm.stream("Hello", Sampling(5), written.append).text == "".join(written) == first.text
+    assert llm.stream("Hello", api.Sampling(5), written.append).text == "".join(written) == first.text
 
 
 def test_different_tokenizers_cannot_be_compared(with_tokenizer: Find, tmp_path: Path) -> None:

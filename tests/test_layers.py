@@ -25,7 +25,11 @@ ROOMS = (
     "host",
     "quantization",
     "evaluation",
+    "models",
+    "engine",
+    "llm",
     "api",
+    "server",
     "cli",
     "__main__",
 )

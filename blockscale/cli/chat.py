@@ -6,7 +6,7 @@ example:
 
 import argparse
 
-from blockscale.cli.generate import add_sampling_arguments
+from blockscale.cli.generate import add_sampling_arguments, load
 
 NAME = "chat"
 HELP = "talk to a checkpoint in the terminal"
@@ -21,12 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import sys
 
-    from blockscale import api
-    from blockscale.cli.output import quiet_libraries
-
-    quiet_libraries()
-    llm = api.LLM(args.model, device=args.device, emulate_activations=args.emulate_activations)
-    sampling = api.Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
+    llm, sampling = load(args)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         print("you> ", end="", file=sys.stderr, flush=True)

@@ -103,7 +103,8 @@ def run_demo(out: Path, recipe: str, progress: Callable[[str, int, int], None] |
     findings = lint(checkpoint, source="demo", progress=progress)
     report = api.evaluate(checkpoint, "demo", report=report_path, max_tokens=EVALUATION_TOKENS, progress=progress)
     end = time.monotonic()
-    text, reference_text = (api.LLM(m).generate([PROMPT], max_tokens=24)[0].text for m in (checkpoint, "demo"))
+    llms = (api.LLM(model, device="cpu") for model in (checkpoint, "demo"))
+    text, reference_text = (llm.generate([PROMPT], max_tokens=24)[0].text for llm in llms)
     seconds = {"quantize": middle - begin, "evaluate": end - middle, "generate": time.monotonic() - end}
     return DemoResult(recipe, checkpoint, report_path, summary, findings, report, text, reference_text, seconds)
 

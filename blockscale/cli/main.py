@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from blockscale.cli import bench, chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize
+from blockscale.cli import bench, chat, convert, demo, doctor, evaluate, generate, inspect, lint, plan, quantize, serve
 from blockscale.cli.output import printable, reader_may_leave
 from blockscale.errors import BlockscaleError
 
 VERBS = {
     module.NAME: module
-    for module in (quantize, inspect, lint, convert, evaluate, generate, chat, plan, doctor, bench, demo)
+    for module in (quantize, inspect, lint, convert, evaluate, generate, chat, serve, plan, doctor, bench, demo)
 }
 
 _WRITERS = ("convert", "lint", "evaluate", "inspect", "plan")

@@ -216,7 +216,7 @@ BAD_INPUT = {
     "already quantized": (["quantize", "{nvfp4}", "{out}"], "is already quantized (modelopt)"),
     "limit without reference": (["evaluate", "{llama}", "--max-kl", "1"], "needs a reference"),
     "bad window": (["evaluate", "{llama}", "--text", "{text}", "--window", "1"], "make no windows"),
-    "bad temperature": (["generate", "{llama}", "x", "--temperature", "-1"], "cannot sample"),
+    "bad temperature": (["generate", "{llama}", "x", "--temperature", "-1"], "temperature cannot be -1.0"),
     "empty prompt": (["generate", "{llama}", ""], "the prompt is empty"),
 }
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from blockscale.engine.bench.figures import Subject, row
+from blockscale.engine.bench.workload import Run as TimedRun
+from blockscale.engine.bench.workload import Timeline, Workload
 from blockscale.errors import UsageError
 from blockscale.planning.calibration.calibrate import (
     Calibration,
@@ -163,6 +166,17 @@ def test_our_own_rows(tmp_path: Path) -> None:
     bare = read_measurements(write(tmp_path / "a.json", [{**common, **row}, {**common, **row}]))
     assert wrapped == bare
     assert (wrapped[0].engine, wrapped[0].version, wrapped[0].itl_s) == ("blockscale", "0.1.0", 0.008)
+
+
+def test_rows_as_the_verb_writes_them(tmp_path: Path) -> None:
+    workload = Workload(2, 1024, 256, concurrency=2)
+    timelines = [Timeline(0.0, [0.05 + 0.008 * i for i in range(256)]) for _ in range(2)]
+    subject = Subject("llama-3.1-8b", "nvfp4", "bf16", "cpu", 1.0, lambda sequences, context: 1.0)
+    written = row(subject, workload, TimedRun(timelines, 2.1, [2] * 256), joules=None).to_dict()
+    (m,) = read_measurements(write(tmp_path / "a.json", [written]))
+    assert (m.engine, m.model, m.format) == ("blockscale", "llama-3.1-8b", "nvfp4")
+    assert (m.sequences, m.input_tokens, m.output_tokens) == (2, 1024, 256)
+    assert (m.ttft_s, m.itl_s) == (pytest.approx(0.05), pytest.approx(0.008))
 
 
 @pytest.mark.parametrize(

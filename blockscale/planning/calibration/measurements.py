@@ -7,8 +7,8 @@ SGLang        `python -m sglang.bench_serving --output-file` (JSON lines; sglang
 TensorRT-LLM  `trtllm-bench throughput|latency --streaming --report_json` (JSON; bench/dataclasses/reporting.py at
               0249976)
 blockscale    `blockscale bench engine --json`: a list of rows, or an object whose `rows` they are and whose other
-              fields hold for each: engine, engine_version, gpu, model, format, layout, input_tokens,
-              output_tokens, concurrency, ttft_ms, itl_ms
+              fields hold for each: engine, engine_version, gpu, model, weights (or format), layout, input_tokens,
+              output_tokens, sequences in flight (or concurrency), ttft_ms and itl_ms: means, or objects that have one
 """
 
 import json
@@ -213,7 +213,7 @@ def _blockscale(entry: Mapping[str, Any], where: str) -> Measurement:
     return _measurement(
         where,
         engine=str(entry.get("engine") or "blockscale"),
-        formats=entry.get("format"),
+        formats=entry.get("format") or entry.get("weights"),
         version=_text(entry.get("engine_version") or entry.get("version")),
         gpu=_text(entry.get("gpu")),
         model=_text(entry.get("model")),
@@ -223,10 +223,14 @@ def _blockscale(entry: Mapping[str, Any], where: str) -> Measurement:
             "total_input_tokens": entry["input_tokens"],
             "total_output_tokens": entry["output_tokens"],
         },
-        sequences=float(entry["concurrency"]),
-        itl_ms=entry.get("itl_ms"),
-        ttft_ms=entry.get("ttft_ms"),
+        sequences=float(entry.get("concurrency") or entry["sequences"]),
+        itl_ms=_mean(entry.get("itl_ms")),
+        ttft_ms=_mean(entry.get("ttft_ms")),
     )
+
+
+def _mean(figure: Any) -> Any:
+    return figure["mean"] if isinstance(figure, Mapping) else figure
 
 
 def _measurement(
